@@ -10,65 +10,20 @@ from pathlib import Path
 import pytest
 
 from specbuild.quantization.calibration_data import TextOptions
-from tests import matrices
 from tests.helpers.engines import make_engine, make_onnx, once
 
 # A suite that was started in the background ignores Ctrl-C, and so would the programs that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST_FIRST = [
-    "end_to_end",
-    "families",
-    "deep_plans",
-    "dflash",
-    "draft_length",
-    "examples",
-    "more_families",
-    "dialects",
-    "gathered_experts",
-    "experts",
-    "kv_cache",
-    "lossless_sampling",
-    "used_experts",
-    "kernels",
-    "parity_check",
-    "grammar",
-    "penalties",
-    "dflash_rounds",
-    "checkpoints",
-    "interrupted",
-    "grown_heads",
-    "memory",
-    "clients",
-    "resume",
-    "quantize",
-    "kernel_races",
-    "tools",
-    "bad_heads",
-    "models",
-    "bad_dflash",
-    "hub",
-    "rebuild",
-    "server",
-]
-"""Files that would keep one process busy when the others have nothing left to do."""
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="leave out what tests/matrices.py names; see scripts/test")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The order in which files are given to processes, and what ``scripts/test`` leaves out."""
-    ranks = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
-    if config.getoption("quick"):
-        left_out = [item for item in items if matrices.is_left_out(item.nodeid.removeprefix("tests/"))]
-        config.hook.pytest_deselected(items=left_out)
-        kept, gone = ({item.nodeid.partition("[")[0] for item in of} for of in (set(items) - set(left_out), left_out))
-        if lost := [name for name in gone - kept if name.removeprefix("tests/") in matrices.KEPT]:
-            raise pytest.UsageError(f"tests/matrices.py keeps nothing of {lost}")
-        items[:] = [item for item in items if item not in set(left_out)]
+@pytest.hookimpl(tryfirst=True)  # Before pytest chooses by marks.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what ``quick`` does not name of a test with parameters."""
+    for item in items:
+        parameters = item.name.partition("[")[2]
+        for mark in item.iter_markers("quick"):
+            if not any(part in parameters for part in mark.args):
+                item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

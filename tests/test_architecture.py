@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import matrices
-
 ROOT = Path(__file__).parent.parent
 VENDORS = [
     *("torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "cuda"),
@@ -48,9 +46,3 @@ loaded = sorted(name for name in {VENDORS!r} if name in sys.modules)
 assert not loaded, loaded
 """
         subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
-def test_what_the_quick_suite_leaves_out_exists() -> None:
-    for name in (*matrices.FILES, *matrices.TESTS, *matrices.KEPT):
-        file, _, test = name.partition("::")
-        assert f"def {test}" in (ROOT / "tests" / file).read_text(), name

@@ -41,6 +41,8 @@ from tests.helpers.other_tokenizers import KINDS, save_reader
 from tests.helpers.server_process import Server, serving
 from tests.helpers.tool_pairs import QWEN
 
+pytestmark = pytest.mark.slow("options and Python of the pages: test_docs.py; commands: commands/test_commands.py")
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = [

@@ -150,6 +150,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow("scripts/check reads the tests' calls")
 def test_a_users_type_checker_sees_the_types(tmp_path: Path) -> None:
     """As after an installation: mypy takes the types of installed packages only where they have ``py.typed``."""
     venv.create(tmp_path / "env", with_pip=False)

@@ -19,6 +19,8 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
 from tests.helpers.engines import make_engine, make_onnx, once
 
+pytestmark = pytest.mark.slow("texts of small models: export/test_families.py, speculative/")
+
 QUESTIONS = (
     *("What is the capital of France?", "Write a haiku about rain.", "Explain recursion to a child.", "2 + 2 = ?"),
     *("Name three prime numbers.", "Translate 'good morning' into Spanish.", "def fibonacci(n):", "Who wrote Hamlet?"),

@@ -49,6 +49,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+@pytest.mark.slow("test_interrupt_convert")
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="sees what is imported in /proc")
 def test_interrupt_convert_before_it_writes(hf: Path, out: Path, tmp_path: Path) -> None:
     flags = ("--model_dir", hf / "draft", "--output_dir", out / "onnx")
@@ -62,6 +63,7 @@ def test_interrupt_convert(hf: Path, out: Path, tmp_path: Path) -> None:
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.quick("SIGTERM")
 @SIGNALS
 def test_interrupt_engine(onnx: Path, out: Path, tmp_path: Path, how: int) -> None:
     flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", out / "engine", "--backend", "onnxruntime")
@@ -78,6 +80,7 @@ def test_interrupt_leaves_the_old_engine(onnx: Path, engines: Path, out: Path, t
     assert open_engine(out / "engine") == old
 
 
+@pytest.mark.quick("Ctrl-C")
 @pytest.mark.skipif(not importlib.util.find_spec("tensorrt_rtx"), reason="tensorrt_rtx is not installed")
 @SIGNALS
 def test_interrupt_tensorrt(onnx: Path, out: Path, tmp_path: Path, how: int) -> None:
@@ -108,6 +111,7 @@ def test_interrupt_workers(onnx: Path, out: Path, tmp_path: Path) -> None:
         open_engine(path)
 
 
+@pytest.mark.slow("test_interrupt_workers")
 @pytest.mark.skipif(not importlib.util.find_spec("tensorrt_rtx"), reason="tensorrt_rtx is not installed")
 def test_interrupt_workers_when_one_is_idle(onnx: Path, out: Path, tmp_path: Path) -> None:
     file = settings(onnx, out, tmp_path / "two.yaml", "tensorrt_rtx", "onnxruntime")
@@ -315,6 +319,7 @@ def test_parent_that_cannot_be_written(onnx: Path, out: Path) -> None:
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.quick("0.01")
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.03])
 def test_interrupt_an_engine_while_it_imports(onnx: Path, out: Path, tmp_path: Path, delay: float) -> None:
     """C++ modules that are interrupted while they are imported say that they cannot be imported."""

@@ -168,6 +168,7 @@ def test_kept_values_come_back_as_they_are() -> None:
     assert back.cache[0].tobytes() == both.cache[0].tobytes() == np.array([[0.2, 3e38]], np.float32).tobytes()
 
 
+@pytest.mark.slow("test_a_quantization_goes_on_to_the_same_files")
 def test_a_conversion_goes_on_after_signals(hf: Path, tmp_path: Path, text: Path) -> None:
     output, log, rows = tmp_path / "out", tmp_path / "log", 64
     record = checkpoint_of(output) / PROGRESS_NAME

@@ -90,6 +90,7 @@ def ranks_of(decoder: SpeculativeDecoder) -> list[psutil.Process]:
     return sorted(found, key=lambda child: int(child.environ()["PMI_RANK"]))
 
 
+@pytest.mark.quick("shared heads-2", "mixture-2")
 @pytest.mark.parametrize(
     ("family", "convert", "ranks"),
     [
@@ -116,6 +117,7 @@ def test_texts_are_those_of_one_rank(engine: Any, family: str, convert: dict[str
             assert abs(own.logprob.logprob - other.logprob.logprob) < (ROUNDED if convert else NEAR_TIE)
 
 
+@pytest.mark.quick("two")
 @pytest.mark.parametrize(
     ("family", "hosts"), [("llama3", ()), ("llama3", MACHINES), ("qwen3_5", MACHINES)], ids=["one", "two", "recurrent"]
 )
@@ -129,6 +131,7 @@ def test_no_text_depends_on_what_is_beside_it(engine: Any, family: str, hosts: t
     assert tally.evaluated > tally.accepted > 100
 
 
+@pytest.mark.quick("swap")
 @pytest.mark.parametrize(("operation", "family"), [("swap", "llama3"), ("load", "llama3"), ("load_state", "qwen3_5")])
 def test_control_what_other_machines_are_not_told_shows(
     engine: Any, operation: str, family: str, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +149,7 @@ def test_control_what_other_machines_are_not_told_shows(
 KILLED, STOPPED = (signal.SIGKILL, "a rank has ended"), (signal.SIGSTOP, "rank {} has not answered for 5 seconds; all")
 
 
+@pytest.mark.quick("killed-1")
 @pytest.mark.parametrize(
     ("lost", "rank", "hosts"),
     [(KILLED, 0, MACHINES), (KILLED, 1, ()), (STOPPED, 0, ()), (STOPPED, 1, MACHINES)],

@@ -20,6 +20,8 @@ from tests.helpers.engines import make_engine
 from tests.helpers.machines import Machine
 from tests.helpers.ranks import make_checkpoint
 
+pytestmark = pytest.mark.slow("ranks that have their caches themselves: backends/test_cpu_ranks.py")
+
 PROMPTS = [[5, 6, 7, 8], [9, 1, 2], [*range(30, 70)]]
 SSH = """#!/bin/sh
 while [ "$1" != {host} ]; do shift; done

@@ -155,6 +155,7 @@ def may_import_tensorrt(node: ast.AST) -> bool:
     return False
 
 
+@pytest.mark.quick("11.4")
 def test_every_module_that_uses_tensorrt_is_checked(build: str) -> None:
     """It imports TensorRT, or its types. Nobody else reads an attribute with a long name of TensorRT's."""
     importing, reading = set(), set()

@@ -17,6 +17,8 @@ from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
 from tests.helpers.heads.made import save_head
 
+pytestmark = pytest.mark.slow("plans compile: compilers/test_tensorrt.py, quantization/test_kv_cache.py")
+
 LAYERS = 8
 SMALL: dict[str, Any] = {
     "num_hidden_layers": LAYERS,

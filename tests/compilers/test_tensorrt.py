@@ -84,6 +84,7 @@ def test_a_graph_outside_the_contract_is_an_error(
     assert not (tmp_path / "plan").exists()
 
 
+@pytest.mark.quick("float16-16-True")
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "fused"), [("float16", 16, True), ("bfloat16", 8, False), ("float16", 288, False)]
 )

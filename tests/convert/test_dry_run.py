@@ -22,6 +22,7 @@ def dry_run(model: object, output: Path, *flags: object) -> dict[str, str]:
     return facts(said.stdout)
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("qformat", ["auto", "int4", "fp8"])
 def test_it_says_what_is_then_made(qformat: str, tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "hf", "mixtral", intermediate_size=512)

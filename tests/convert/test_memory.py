@@ -49,6 +49,7 @@ def peak_of_convert(source: Path, *options: str) -> int:
     return int(result.stdout)
 
 
+@pytest.mark.slow("test_experts_are_never_dequantized_together")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_convert_never_holds_the_weights(tmp_path: Path) -> None:
     assert write_checkpoint(tmp_path / "hf", LARGE, torch.bfloat16) > 500e6

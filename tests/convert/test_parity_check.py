@@ -39,6 +39,7 @@ def altered(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]
     return directory
 
 
+@pytest.mark.quick("{}", "nan")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("options", [{}, {"verify": False}, {"dtype": "bfloat16"}], ids=str)
 def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, value: float, options: dict[str, Any]) -> None:
@@ -124,6 +125,7 @@ def windowed_graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, 
     return graph
 
 
+@pytest.mark.quick("right-mistral", "shorter-mistral", "longer-mistral")
 @pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.parametrize("wrong", [0, -1, 1, None], ids=["right", "shorter", "longer", "none"])
 def test_a_window_that_is_wrong_by_one_position_is_seen(
@@ -180,6 +182,7 @@ def test_eos_token_ids_that_are_none(tmp_path: Path) -> None:
             make_onnx(checkpoint, tmp_path / f"onnx{number}", verify=False)
 
 
+@pytest.mark.slow("export/test_families.py, deepseek_v2")
 def test_multi_head_latent_attention_converts(tmp_path: Path) -> None:
     """DeepSeek V3's cache is one key and one value tensor a layer, of a head that all heads share."""
     config = transformers.DeepseekV3Config(

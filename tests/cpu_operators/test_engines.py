@@ -142,6 +142,7 @@ def test_passes_stay_bound_from_text_to_text(onnx: Path, tmp_path: Path) -> None
     assert runner.rows.lengths == [0, 0]
 
 
+@pytest.mark.quick("gemma2", "qwen3_moe")
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5", "gemma2"])
 def test_where_other_tokens_could_see_an_unused_one_it_is_a_token_like_others(family: str, tmp_path: Path) -> None:
     """Experts are chosen for all tokens, states read all of them, and soft-capped scores are ONNX Runtime's."""
@@ -149,6 +150,7 @@ def test_where_other_tokens_could_see_an_unused_one_it_is_a_token_like_others(fa
     assert not open_engine(make_engine(checkpoint, tmp_path / "engine")).backend.skips_unused_tokens
 
 
+@pytest.mark.quick("int4-5")
 @pytest.mark.parametrize(("form", "bits"), [("float32", 32), ("int8", 8), ("int4", 5)])
 def test_what_another_layer_adds_to_a_pass(form: str, bits: int, tmp_path: Path) -> None:
     """Five nodes, and its weights once, whatever the machine. Here 32 weights of 4 bits have a scale in float32."""

@@ -247,6 +247,7 @@ def test_a_draft_that_guesses_costs_little(tmp_path: Path, batch: int) -> None:
         assert run(DraftTargetConfig(reuse_blocks=False), cost=cost) <= 1.015 * alone, cost
 
 
+@pytest.mark.quick("1.0-1", "2.5-4", "0.4-8")
 @pytest.mark.parametrize("batch", [1, 2, 4, 8])
 @pytest.mark.parametrize("calibrated", [0.4, 1.0, 2.5])
 def test_auto_has_all_that_the_best_fixed_length_has(tmp_path: Path, calibrated: float, batch: int) -> None:

@@ -177,6 +177,7 @@ def open_on_device(readers: Path, target: str, draft: str, draft_len: int | None
     return on_device(here.directory, drafter, draft_len or 8, auto=draft_len is None, rows=rows)
 
 
+@pytest.mark.quick("-host-", "alone")
 @pytest.mark.parametrize("draft_len", [1, 6, None], ids=lambda value: value or "auto")
 @pytest.mark.parametrize("place", ["host", "alone in its row", "hybrid", "device"])
 @pytest.mark.parametrize(("target", "draft"), PAIRS)

@@ -230,6 +230,7 @@ def test_nor_is_it_beside_a_model(target: Path, draft: Path) -> None:
         assert lens_by_price(drafter, drafter.suffix, [0.3, 0.6]) == [3, 3, 1, 1]
 
 
+@pytest.mark.quick("all-suffix", "all-suffix on a device")
 @pytest.mark.parametrize("kind", ["suffix", "suffix on a device", "hybrid"])
 @pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(1.3, top_k=4)], ids=["all", "top_k"])
 def test_acceptance_by_logits_keeps_the_distribution(tmp_path: Path, kind: str, params: SamplingParams) -> None:

@@ -17,7 +17,10 @@ from specrun.evaluation.report.page import page
 from tests.evaluation.test_report import ENGINE, RESULTS, SHARES
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here; apt-get install chromium brings one")
+pytestmark = [
+    pytest.mark.slow("the page's structure: evaluation/test_report.py"),
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium here; apt-get install chromium brings one"),
+]
 
 LOOK = """<script>addEventListener("load", () => {
   const box = (element) => { const r = element.getBoundingClientRect(); return [r.left, r.width, r.height]; };

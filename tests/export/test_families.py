@@ -62,6 +62,7 @@ def check_plan(engine: Path, dtype: str, draft_len: int) -> None:
     assert context.batch[2] == generation.batch[2] == config.build_config.max_batch_size
 
 
+@pytest.mark.quick("deepseek_v2", "mixtral")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str, tmp_path: Path, decomposed: list[ExportedProgram]) -> None:
     """Saved in float32 (Mixtral in shards), converted to float16, verified, run, compiled."""
@@ -95,6 +96,7 @@ def test_family(family: str, tmp_path: Path, decomposed: list[ExportedProgram]) 
         check_plan(make_engine(onnx_dir, tmp_path / "draft", backend="tensorrt_rtx"), "float16", 0)
 
 
+@pytest.mark.quick("llama3.2-bfloat16")
 @pytest.mark.parametrize(("family", "dtype"), [("llama3.2", "bfloat16"), ("gemma2", "float32")])
 def test_other_dtypes(family: str, dtype: str, tmp_path: Path) -> None:
     """``--dtype auto`` keeps the checkpoint's own; float32 attention is taken apart for TensorRT."""
@@ -110,6 +112,7 @@ def test_other_dtypes(family: str, dtype: str, tmp_path: Path) -> None:
     check_plan(plan, dtype, 4)
 
 
+@pytest.mark.quick("stored0")
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 def test_norms_that_are_scaled_in_float32(stored: torch.dtype, tmp_path: Path) -> None:
     """gpt-oss's. Of a float32 checkpoint their weights stay so, and what they give has the model's dtype even then."""

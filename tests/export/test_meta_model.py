@@ -184,6 +184,7 @@ def test_matrices_take_no_memory(tmp_path: Path) -> None:
     assert all(torch.equal(p, weights[name][...]) for name, p in model.named_parameters() if p.dim() == 1)
 
 
+@pytest.mark.quick("llama3.2")
 @pytest.mark.parametrize("family", ["llama3.2", "mixtral"])
 def test_parts_and_pieces_make_no_difference(family: str, tmp_path: Path, small_parts: None) -> None:
     """A graph that is written in parts, then compared in pieces with its products in slices."""

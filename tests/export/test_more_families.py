@@ -17,6 +17,8 @@ from tests.helpers.families import FAMILIES as CONFIGURED
 from tests.helpers.families import OTHERS, RECURRENT
 from tests.helpers.small_families import save_small
 
+pytestmark = pytest.mark.slow("families convert: export/test_families.py")
+
 FAMILIES = [
     "apertus",
     "arcee",

@@ -21,6 +21,7 @@ from tests.helpers.families import RECURRENT, save_checkpoint
 from tests.helpers.ranks import shard_difference
 
 
+@pytest.mark.quick("qwen3_5", "nemotron_h")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_family(family: str, tmp_path: Path, decomposed: list[ExportedProgram]) -> None:
     """``convert`` compares with transformers, over passes that take tokens back, in standard operators."""
@@ -49,6 +50,7 @@ def test_family(family: str, tmp_path: Path, decomposed: list[ExportedProgram]) 
             assert tensors[name].aliases is None
 
 
+@pytest.mark.slow("test_family, in float32")
 def test_in_16_bits(tmp_path: Path) -> None:
     """States stay float32, as transformers computes them."""
     onnx_dir = make_onnx(save_checkpoint(tmp_path / "hf", "olmo_hybrid"), tmp_path / "onnx", dtype="float16")
@@ -60,6 +62,7 @@ def test_in_16_bits(tmp_path: Path) -> None:
     make_engine(onnx_dir, tmp_path / "rtx", backend="tensorrt_rtx", max_draft_len=4)
 
 
+@pytest.mark.quick("again")
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [

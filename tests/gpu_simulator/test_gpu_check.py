@@ -17,6 +17,8 @@ from scripts.benchmarks.gpu.tables import WAYS
 from tests.gpu_simulator.tensorrt import as_plan
 from tests.helpers.engines import make_engine
 
+pytestmark = pytest.mark.slow("the same program on the host build: scripts/test_gpu_check.py")
+
 TINY = SIZES["tiny"]
 DRAFT_LEN = 3
 

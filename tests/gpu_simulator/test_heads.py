@@ -54,6 +54,7 @@ def test_ids_are_the_cpus(pair: Path, plans: Path, graph: bool) -> None:
     assert accepted > 5
 
 
+@pytest.mark.slow("test_heads_that_draft_a_block")
 @pytest.mark.usefixtures("nothing_left")
 def test_heads_that_draft_in_one_pass(medusa: Path, tmp_path: Path) -> None:
     ids, accepted = written(medusa)

@@ -52,6 +52,7 @@ def expected(kv_caches: Path) -> list[list[int]]:
     return written(kv_caches / "engines" / "int8", None)
 
 
+@pytest.mark.quick("2048-True-draft", "32-False-draft")
 @pytest.mark.usefixtures("nothing_left", "narrow")
 @pytest.mark.parametrize(
     "positions, graph, draft", [(2048, True, "draft"), (2048, False, None), (32, True, None), (32, False, "draft")]

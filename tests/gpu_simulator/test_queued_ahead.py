@@ -103,6 +103,7 @@ def on_gpus(tables: Path, draft: str | None = "good", place: str = "one GPU", **
     return SpeculativeDecoder.open(plans / "target", plans / draft if draft else None, given)
 
 
+@pytest.mark.quick("latest-good-one GPU-True", "earliest-good-one GPU-False", "earliest-good-apart", "latest-None")
 @pytest.mark.parametrize(
     "draft, place, graph",
     [("good", "one GPU", True), ("good", "one GPU", False), ("good", "apart", True), (None, "one GPU", True)],

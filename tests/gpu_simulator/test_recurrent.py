@@ -123,6 +123,7 @@ def expected(root: Path) -> dict[str, list[list[int]]]:
     return found
 
 
+@pytest.mark.quick("target-near-one GPU", "target-dense-apart-graph")
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
 @pytest.mark.parametrize(
     "target, draft, place",
@@ -153,6 +154,7 @@ def test_ids_are_the_cpus_without_a_draft_on_the_gpu(
         assert written(decoder) == expected["target"]
 
 
+@pytest.mark.slow("heads/test_mtp.py, on the host")
 def test_its_own_prediction_layer_drafts(tmp_path: Path) -> None:
     """A head, which shares features with the target."""
     target = save_mtp_target(tmp_path / "hf", "qwen3_5_text")
@@ -358,6 +360,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.quick("keeps rejected", "not moved", "kept state")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_state_shows(
     root: Path, expected: dict[str, list[list[int]]], fault: str, monkeypatch: pytest.MonkeyPatch

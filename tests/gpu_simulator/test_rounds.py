@@ -64,6 +64,7 @@ def expected(tables: Path) -> dict[str, list[list[int]]]:
     return found
 
 
+@pytest.mark.quick("good-one GPU-graph", "noisy-the second-graph", "useless-apart-graph", "noisy-the other way-graph")
 @pytest.mark.usefixtures("nothing_left", "two_blocks")
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
 @pytest.mark.parametrize("place", PLACES)
@@ -167,6 +168,7 @@ def test_a_draft_that_fails_leaves_the_targets_text(tables: Path, tmp_path: Path
     assert sum(request.stats.accepted for request in failed) > 3
 
 
+@pytest.mark.quick("apart-graph", "one GPU-pieces", "CPU-graph", "suffix-pieces", "alone-graph")
 @pytest.mark.usefixtures("nothing_left", "two_blocks")
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
 @pytest.mark.parametrize(

@@ -42,6 +42,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[in
     return found
 
 
+@pytest.mark.quick(
+    "one GPU-graph", "good-the second-pieces", "good-apart-graph", "good-the other way-pieces", "none-the second-graph"
+)
 @pytest.mark.usefixtures("nothing_left", "narrow")
 @pytest.mark.parametrize("graphs", [True, False], ids=["graph", "pieces"])
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from tests.helpers.families import save_checkpoint
 from tests.helpers.parity import STEPS, largest_difference
 
 
+@pytest.mark.quick("mixtral")
 @pytest.mark.parametrize(("family", "dtype"), [("mixtral", torch.float32), ("gpt_oss", torch.bfloat16)])
 def test_the_logits_are_those_of_transformers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Every mixture is found, and its branches compute what the dense form does."""
@@ -66,6 +67,7 @@ def test_unused_experts_are_not_read(tmp_path: Path) -> None:
     assert len(outcomes) == 4
 
 
+@pytest.mark.quick("int4")
 @pytest.mark.parametrize(("qformat", "tolerance"), [("int8", 2e-2), ("int4", 4e-2)])
 def test_quantized_experts(qformat: str, tolerance: float, tmp_path: Path) -> None:
     """Every product of a branch is the fast operator, and the weights take few bits in the engine too."""
@@ -86,6 +88,7 @@ def test_quantized_experts(qformat: str, tolerance: float, tmp_path: Path) -> No
     assert np.abs(unrounded - expected).max() > 1e-3 * np.abs(expected).max()
 
 
+@pytest.mark.slow("test_quantized_experts")
 def test_a_plan_with_quantized_experts(tmp_path: Path) -> None:
     """TensorRT-RTX takes stacked codes, and they stay packed in its plan."""
     checkpoint = save_checkpoint(
@@ -99,6 +102,7 @@ def test_a_plan_with_quantized_experts(tmp_path: Path) -> None:
     assert sizes["int4"] < sizes["auto"] - 4_000_000  # 3.1 million weights of the experts.
 
 
+@pytest.mark.slow("test_quantized_experts")
 @pytest.mark.parametrize(
     ("family", "store", "form"),
     [("gpt_oss", mxfp4, "float4 in groups of 32"), ("mixtral", int8_channels, "int8")],

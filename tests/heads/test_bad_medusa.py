@@ -75,6 +75,7 @@ def test_tensors_of_the_heads_alone(target: Path, tmp_path: Path, change: Change
     says(own_error(target, head, tmp_path / "out"), head, *said)
 
 
+@pytest.mark.slow("heads/test_bad_heads.py has its like")
 def test_heads_that_came_with_another_model(target: Path, tmp_path: Path) -> None:
     """Medusa-2 trains the model, too. Only that model has the states that its heads know."""
     head = save_medusa(tmp_path / "head", "modelopt", random_heads(), target)

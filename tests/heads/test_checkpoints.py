@@ -47,6 +47,7 @@ def test_an_eagle_head(target: Path, pair: Path) -> None:
     assert drafts_as_its_target_alone_writes(engines)
 
 
+@pytest.mark.slow("heads/test_mtp.py")
 def test_a_target_that_is_named_twice_drafts_with_its_own_layer(tmp_path: Path) -> None:
     target = save_mtp_target(tmp_path / "hf", "glm4_moe")
     engines = built(target, target)

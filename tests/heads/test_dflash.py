@@ -96,6 +96,7 @@ def expected(
     return torch.cat([logits, confidence[:, None]], dim=-1)
 
 
+@pytest.mark.quick("z-lab")
 @pytest.mark.parametrize("name", DIALECTS)
 def test_logits_of_blocks(target: Path, tmp_path: Path, name: str) -> None:
     """And the check sees other layers, other positions, other places of the block and other tokens before."""
@@ -124,6 +125,7 @@ def test_logits_of_blocks(target: Path, tmp_path: Path, name: str) -> None:
         assert difference(other, rows[0]) > 100 * TOLERANCE
 
 
+@pytest.mark.slow("test_logits_of_blocks")
 def test_transformers_own_model_of_the_kind_agrees(target: Path, tmp_path: Path) -> None:
     """Muse Glimmer's assistant is a DFlash head with other names: written and computed by transformers."""
     fields = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
@@ -165,6 +167,7 @@ def test_transformers_own_model_of_the_kind_agrees(target: Path, tmp_path: Path)
 # -------------------------------------------------------------------------------------- TensorRT
 
 
+@pytest.mark.quick("z-lab")
 @pytest.mark.parametrize("name", ["z-lab", "modelopt"])
 def test_plans_write_back_what_they_read(target: Path, tmp_path: Path, name: str) -> None:
     """In float16, compiled by TensorRT-RTX: caches are updated in place, and a round's pass has its profile."""

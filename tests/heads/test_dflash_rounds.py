@@ -40,6 +40,7 @@ CONFIDENCE = 0.9
 """Of which the trained head is sometimes less sure."""
 
 
+@pytest.mark.slow("heads/test_dflash.py, one block")
 @pytest.mark.parametrize("confidence", [0.0, CONFIDENCE])
 def test_rounds_draft_what_the_formula_says(
     dspark: Path, target: Path, monkeypatch: pytest.MonkeyPatch, confidence: float

@@ -45,6 +45,7 @@ def as_read(target: Path, head: Path) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.quick("specforge, 3.1")
 @pytest.mark.parametrize("name", DIALECTS)
 def test_logits_along_a_chain(target: Path, tmp_path: Path, name: str) -> None:
     """And the check sees another layer, another place of the norm, and features of other positions."""
@@ -62,6 +63,7 @@ def test_logits_along_a_chain(target: Path, tmp_path: Path, name: str) -> None:
     assert difference(expected(target, dialect, name, 0, shift=1), rows[0]) > 100 * TOLERANCE
 
 
+@pytest.mark.quick("lfm2")
 @pytest.mark.parametrize(("family", "ranks"), [("qwen3_5", 1), ("lfm2", 1), ("llama3", 2)])
 def test_features_of_other_targets(family: str, ranks: int, tmp_path: Path) -> None:
     """Of layers that are recurrent, and of several ranks."""
@@ -76,6 +78,7 @@ def test_features_of_other_targets(family: str, ranks: int, tmp_path: Path) -> N
         assert difference(expected(target, DIALECTS["eagle"], "eagle", row), logits) < TOLERANCE
 
 
+@pytest.mark.slow("test_features_of_other_targets")
 @pytest.mark.parametrize("kind", ["medusa", "dflash"])
 def test_other_heads_of_recurrent_targets(kind: str, tmp_path: Path) -> None:
     """Texts are the target's own, whatever these heads propose."""

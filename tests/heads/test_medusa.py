@@ -58,6 +58,7 @@ def found(target: Path, head: Path) -> list[Floats]:
     return [logits[row, :count].copy() for row, count in enumerate(WANTED)]
 
 
+@pytest.mark.quick("safetensors")
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_logits_of_all_heads(medusa: Path, target: Path, tmp_path: Path, dialect: str) -> None:
     """And the check sees another state, another position and another head."""

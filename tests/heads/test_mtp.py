@@ -32,6 +32,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_pair(target, target, root, verify=True)
 
 
+@pytest.mark.quick("glm4_moe")
 def test_logits_along_a_chain(made: Path) -> None:
     """And the check sees other states, other halves of ``eh_proj``, and features of its own from before the norm."""
     reference, rows = load_reference(made / "hf"), found(made)
@@ -48,6 +49,7 @@ def test_logits_along_a_chain(made: Path) -> None:
         assert difference(wrong, rows[0]) > 100 * TOLERANCE
 
 
+@pytest.mark.quick("glm4_moe")
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 def test_same_ids_as_the_target_alone(made: Path, mode: str) -> None:
     params = MANNERS[mode]

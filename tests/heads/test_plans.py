@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from specbuild.artifacts.inspect import describe
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specrun.engine_dir.config import open_engine
 from tests.helpers.heads.made import DIALECTS, SMALL, make_pair, save_head
+
+pytestmark = pytest.mark.slow("heads compile: heads/test_dflash.py::test_plans_write_back_what_they_read")
 
 NAME = "speculators"
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow("kernels compute what numpy does: kernels/test_kernels.py")
+
 
 def test_threads_of_a_block_do_not_race(tmp_path: Path) -> None:
     """What one writes the others read behind a barrier. (TokenCounts to fail with barriers taken out.)"""

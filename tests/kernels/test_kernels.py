@@ -556,6 +556,7 @@ def test_the_largest_vocabulary_does_not_overflow() -> None:
     assert d["total"] == MAX_VOCAB
 
 
+@pytest.mark.quick("sm_80")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles_for_gpus(architecture: str) -> None:
     """With NVRTC, which needs no GPU; every kernel is in the binary."""

@@ -335,6 +335,7 @@ def test_what_cannot_be_packed(hf: Path, onnx: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "engine").exists()
 
 
+@pytest.mark.quick("gpt2")
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
 def test_attention_that_is_spelled_out_and_16_bits(family: str, text: TextOptions, tmp_path: Path) -> None:
     """Soft caps, windows, and no rotary embedding; ``convert`` compares the graph with the model."""
@@ -351,6 +352,7 @@ def test_attention_that_is_spelled_out_and_16_bits(family: str, text: TextOption
 # Checkpoints with scales
 
 
+@pytest.mark.quick("fp8")
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_scales_of_a_checkpoint_are_taken_over(hf: Path, text: TextOptions, tmp_path: Path, name: str) -> None:
     source = tmp_path / "hf"

@@ -208,6 +208,7 @@ def test_experts_may_stay_as_they_are(dense: Path, text: Path, tmp_path: Path) -
                 assert torch.equal(loaded.weights[name][...], weight[...]), name
 
 
+@pytest.mark.quick("mixtral")
 @pytest.mark.parametrize(
     ("family", "qformat", "operator"),
     [
@@ -234,6 +235,7 @@ def test_convert_and_engine_take_what_quantize_wrote(
     assert np.median(difference) < 5e-2 * abs(expected).max()
 
 
+@pytest.mark.quick("nvfp4")
 @pytest.mark.parametrize("qformat", ["fp8", "nvfp4"])
 def test_a_plan_rounds_the_inputs_of_experts(qformat: QFormat, text: Path, tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "hf", "mixtral", dtype=torch.bfloat16, num_hidden_layers=1)
@@ -246,6 +248,7 @@ def test_a_plan_rounds_the_inputs_of_experts(qformat: QFormat, text: Path, tmp_p
     assert open_engine(plan).backend.name == "tensorrt_rtx"
 
 
+@pytest.mark.quick("mixtral-int4")
 @pytest.mark.parametrize(
     ("family", "qformat"), [("mixtral", "int8"), ("mixtral", "int4"), ("gpt_oss", "nvfp4_wo"), ("llama3", "int4")]
 )

@@ -453,6 +453,7 @@ def test_bad_drafts(dense: Path, text: Path, tmp_path: Path) -> None:
     says(line, str(broken), "not finite")
 
 
+@pytest.mark.quick("int4", "auto")
 @pytest.mark.parametrize(
     ("command", "qformat", "flag", "unused"),
     [

@@ -72,6 +72,7 @@ def test_a_layer_that_is_dense_against_the_configuration_is_refused(tmp_path: Pa
         make_onnx(source, tmp_path / "onnx")
 
 
+@pytest.mark.quick("nvfp4_wo")
 @pytest.mark.parametrize(
     ("qformat", "first"),
     [("int8", "8.0"), ("int8_wo", "8.0"), ("int4", "8.0"), ("fp8_wo", "8.9"), ("nvfp4_wo", "12.0")],

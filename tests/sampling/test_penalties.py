@@ -101,6 +101,7 @@ WARM = SamplingParams(1.0, repetition_penalty=1.6, presence_penalty=0.8, frequen
 BOTH = pytest.mark.parametrize("use_logits", [False, True], ids=["tokens", "logits"])
 
 
+@pytest.mark.quick("all-logits")
 @BOTH
 @pytest.mark.parametrize("params", [WARM, replace(WARM, top_k=4, top_p=0.9)], ids=["all", "top"])
 def test_sampling_is_exact_with_penalties(tmp_path: Path, params: SamplingParams, use_logits: bool) -> None:
@@ -110,6 +111,7 @@ def test_sampling_is_exact_with_penalties(tmp_path: Path, params: SamplingParams
     assert fit.freedom > 50
 
 
+@pytest.mark.quick("tokens")
 @BOTH
 def test_control_penalties_that_do_not_know_the_drafts_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_logits: bool

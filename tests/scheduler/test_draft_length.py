@@ -127,6 +127,7 @@ def fixed(alpha: float, cost: float, width: float) -> list[float]:
     return [(1 + g * (cost + width)) / expected_tokens(alpha, g) for g in range(MOST + 1)]
 
 
+@pytest.mark.quick("0.1", "0.03")
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.9, 0.98])
 @pytest.mark.parametrize("cost, width", [(0.03, 0.05), (0.1, 0.01), (0.2, 0.02)])
@@ -147,6 +148,7 @@ def test_nor_far_from_it_on_a_noisy_machine(alpha: float, cost: float, width: fl
         assert seconds_a_token(lengths, lambda _: alpha, cost, width, drift=0.1, seed=seed, noise=0.25) <= 1.1 * best
 
 
+@pytest.mark.quick("0.6-12-8", "0.9-12-1")
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 @pytest.mark.parametrize("alpha, step", [(0.6, 12), (0.76, 12), (0.9, 12), (0.76, 6)])
 def test_times_that_are_no_straight_line(rows: int, alpha: float, step: int) -> None:
@@ -225,6 +227,7 @@ KINDS = {
 }
 
 
+@pytest.mark.quick("-1")
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_no_kind_of_draft_is_slower_whether_it_is_good_or_useless(kind: Kind, rows: int) -> None:
@@ -248,6 +251,7 @@ def test_no_kind_of_draft_is_slower_whether_it_is_good_or_useless(kind: Kind, ro
     assert chosen(0.85) <= 1.08 * best
 
 
+@pytest.mark.quick("0.0-0.03-0.03-4", "0.8-1.0-0.06-1")
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(
     "alpha, cost, width", [(0.0, 0.03, 0.03), (0.02, 0.5, 0.1), (0.8, 1.0, 0.06), (1.0, 1.0, 0.06)]

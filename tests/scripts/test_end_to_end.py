@@ -80,6 +80,7 @@ def generate(engines: Path, *options: str, draft: bool = True, input: str | None
     return [json.loads(line) for line in output.splitlines()]
 
 
+@pytest.mark.slow("commands/test_models.py")
 def test_a_newcomers_second_command_is_chat(built: Path) -> None:
     """The pair goes on with a text, and so does its chat template: an answer is what follows the user's words."""
     engines = ("--engine_dir", built / "target", "--draft_engine_dir", built / "draft")
@@ -196,6 +197,7 @@ def test_a_grown_vocabulary_is_never_chosen(pair: Path, tmp_path: Path) -> None:
     assert "--vocab_size 9: the checkpoint has" in refused.stderr
 
 
+@pytest.mark.slow("scripts/test_gpu_check.py")
 def test_gpu_check_makes_its_models(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, as for a host that has one; once. The target's graph by a process, the rest by commands here."""
     apart = models._run
@@ -252,6 +254,7 @@ def test_shell_completion_works(tmp_path: Path) -> None:
     assert "plain,--draft_target_model_config" in result.stdout
 
 
+@pytest.mark.slow("chat/test_chat.py")
 def test_chat_wraps_the_prompt_in_the_template(engines: Path) -> None:
     """The fixture's tokenizers have a template; --chat on a message is that text on its own."""
     (chat,) = generate(engines, "--chat", input="hi there")

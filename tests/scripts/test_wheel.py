@@ -14,6 +14,8 @@ import pytest
 
 from specrun.decoder import SpeculativeDecoder
 
+pytestmark = pytest.mark.slow("what is installed: test_front_door.py")
+
 ROOT = Path(__file__).parents[2]
 
 

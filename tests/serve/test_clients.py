@@ -19,6 +19,8 @@ from tests.helpers.client_environments import environment_with
 from tests.helpers.server_process import serving
 from tests.helpers.servers import Server
 
+pytestmark = pytest.mark.slow("the API's shapes: serve/test_answers.py, serve/test_requests.py")
+
 KEY = SecretStr("none")
 TASK = """\
 task: ours

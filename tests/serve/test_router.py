@@ -23,6 +23,8 @@ from tests.helpers.client_environments import environment_with
 from tests.helpers.machines import Machine
 from tests.helpers.server_process import Server, serving
 
+pytestmark = pytest.mark.slow("health and answers of one server: serve/test_command.py, serve/test_answers.py")
+
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[Machine]]:

@@ -64,6 +64,7 @@ def require_counts(requests: list[Request]) -> None:
 # The distribution of the output.
 
 
+@pytest.mark.quick("logits")
 @ACCEPTANCE
 def test_wide(tmp_path: Path, use_logits: bool) -> None:
     target = normal(1, 4096, scale=1.5)
@@ -78,6 +79,7 @@ def test_wide(tmp_path: Path, use_logits: bool) -> None:
     require_counts(requests)
 
 
+@pytest.mark.quick("tokens")
 @ACCEPTANCE
 def test_narrow_with_a_draft_that_is_mostly_wrong(tmp_path: Path, use_logits: bool) -> None:
     target = normal(8, 16)
@@ -246,6 +248,7 @@ def tables() -> dict[str, tuple[Floats, Floats]]:
     }
 
 
+@pytest.mark.quick("1]", "4]", "10]")
 @pytest.mark.parametrize("draft_len", range(1, 11))
 def test_accepting_tokens_gives_the_targets_own_seeded_output(tmp_path: Path, draft_len: int) -> None:
     for name, (target, draft) in tables().items():
@@ -272,6 +275,7 @@ def test_the_target_alone_through_its_engine(tmp_path: Path, batch: int) -> None
         assert all(request.stats.drafted == 0 for request in requests)
 
 
+@pytest.mark.quick("1]", "4]", "10]")
 @pytest.mark.parametrize("draft_len", range(1, 11))
 def test_greedy_is_the_same_with_either_acceptance(tmp_path: Path, draft_len: int) -> None:
     for name, (target, draft) in tables().items():

@@ -218,6 +218,7 @@ def alone(engines: Path) -> Callable[[str, SamplingParams], list[list[int]]]:
     return ids
 
 
+@pytest.mark.quick("seeded-draft", "greedy-suffix")
 @pytest.mark.parametrize("draft", ["draft", "suffix"])
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("case", CASES)
@@ -412,6 +413,7 @@ def letters(compiled: Callable[[RequestOptions], Grammar]) -> Grammar:
     return compiled(RequestOptions(regex=f"[{LETTERS}]{{{LENGTH}}}"))
 
 
+@pytest.mark.quick("logits")
 @BOTH
 def test_drawn_texts_have_the_distribution_of_masked_decoding(
     tmp_path: Path, letters: Grammar, tokenizer: Tokenizer, use_logits: bool
@@ -422,6 +424,7 @@ def test_drawn_texts_have_the_distribution_of_masked_decoding(
     assert found.freedom > 30
 
 
+@pytest.mark.quick("tokens")
 @BOTH
 def test_a_draft_that_is_not_masked_changes_nothing(
     tmp_path: Path, letters: Grammar, tokenizer: Tokenizer, use_logits: bool, monkeypatch: pytest.MonkeyPatch
@@ -436,6 +439,7 @@ def test_a_draft_that_is_not_masked_changes_nothing(
     assert fit(tmp_path, letters, tokenizer, use_logits).good
 
 
+@pytest.mark.quick("tokens")
 @BOTH
 def test_control_masks_that_do_not_know_the_drafts_are_seen(
     tmp_path: Path, letters: Grammar, tokenizer: Tokenizer, use_logits: bool, monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,7 @@ def others_run_beside(work: Callable[[], object]) -> bool:
         sys.setswitchinterval(interval)
 
 
+@pytest.mark.slow("serve/test_long_prompts.py")
 def test_memory_comes_back(encoder: TextEncoder) -> None:
     process = psutil.Process()
     encoder.ids("a", True, "p")

@@ -20,6 +20,8 @@ from tests.helpers.families import save_checkpoint
 from tests.helpers.heads.made import make_pair
 from tests.helpers.trained_drafts import GREEDY, SMALL, decode
 
+pytestmark = pytest.mark.slow("heads are trained: training/test_trained.py")
+
 SIZES = MappingProxyType(
     {"hidden_size": 128, "intermediate_size": 200, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4}
 )

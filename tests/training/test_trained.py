@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -80,6 +81,7 @@ def test_what_training_says(trained: Path) -> None:
     assert 1 <= last["tokens_a_round"] <= 4
 
 
+@pytest.mark.slow("training/test_chains.py has its losses")
 def test_a_draft_model_is_distilled(target: Path, answered: Path, tmp_path: Path) -> None:
     """It has half of the layers, and runs like any draft model."""
     options = {"steps": 60, "learning_rate": 4e-3}
@@ -95,6 +97,7 @@ def test_a_draft_model_is_distilled(target: Path, answered: Path, tmp_path: Path
     assert record["history"][-1]["acceptance"][0] > 0
 
 
+@pytest.mark.slow("training/test_chains.py has its losses")
 def test_medusa_heads_learn(target: Path, answered: Path, tmp_path: Path) -> None:
     """Their files have FasterDecoding's names, their loss falls, and their drafts are accepted."""
     options = {"draft_len": 3, "learning_rate": 6e-3, "save_steps": 1}

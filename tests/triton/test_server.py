@@ -77,8 +77,11 @@ class Server:
         return subprocess.run(command, timeout=30).returncode == 0
 
 
-pytestmark = pytest.mark.flaky(reruns=2, only_rerun=["Socket closed", "Connection refused", "Connection reset"])
-"""tritonserver 24.10 ends now and then with signal 11 in its own handler of gRPC streams. Then it is started again."""
+pytestmark = [
+    pytest.mark.slow("what is written: triton/test_repository.py; answers: serve/test_answers.py"),
+    # tritonserver 24.10 ends now and then with signal 11 in its own handler of gRPC streams; it is started again then.
+    pytest.mark.flaky(reruns=2, only_rerun=["Socket closed", "Connection refused", "Connection reset"]),
+]
 
 
 @pytest.fixture(scope="module")
