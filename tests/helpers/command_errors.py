@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 import specbuild.cli
 import specrun.cli
+from specrun.engine_dir.config import describe_file
 
 Edit = Callable[[dict[str, Any]], object]
 
@@ -58,3 +59,31 @@ def copy_of(source: Path, target: Path, edit: Edit | None = None) -> Path:
         edit(config)
         (target / "config.json").write_text(json.dumps(config))
     return target
+
+
+def generate_error(engine: Path, *flags: object) -> str:
+    return error_line(run("generate", "--engine_dir", engine, "--input_text", "the quick", *flags))
+
+
+def convert_error(model: object, out: Path, *flags: object) -> str:
+    line = error_line(build("convert", "--model_dir", model, "--output_dir", out / "onnx", "--no_verify", *flags))
+    assert files_below(out) == []
+    return line
+
+
+def engine_error(out: Path, *flags: object) -> str:
+    line = error_line(build("engine", "--output_dir", out / "engine", *flags))
+    assert files_below(out) == []
+    return line
+
+
+def truncate(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def files_of(directory: Path, *names: str) -> None:
+    """Let config.json say what these files are now, and nothing else."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["files"] |= {name: describe_file(directory / name).model_dump() for name in names}
+    path.write_text(json.dumps(config))
