@@ -17,6 +17,7 @@ from specbuild.engine.workers import run_side_by_side
 from specbuild.hf.tokenizer_check import check_tokenizer
 from specrun.builder import engines_of
 from specrun.errors import CheckpointError
+from specrun.serve.errors import ApiError
 from specrun.serve.large_body import LargeBodies
 
 ROOT = Path(__file__).parent.parent
@@ -69,8 +70,8 @@ def test_a_pair_is_built(planted: Path) -> None:
 def test_a_large_body_is_looked_at(planted: Path) -> None:
     async def look() -> None:
         bodies = LargeBodies()
-        await bodies.check("/tokenize", b'{"prompt": "a"}', 48)
-        assert bodies._works
+        with pytest.raises(ApiError, match="prompt"):
+            await bodies.check("/tokenize", b'{"prompt": 1.5}', 48)
         await bodies.close()
 
     asyncio.run(look())

@@ -1,7 +1,8 @@
 """Muon (Keller Jordan et al., 2024): momentum whose every step is orthogonalised, for matrices; AdamW for the rest.
 
 Updates of matrices have the size of AdamW's, so that one learning rate does for both (Moonlight, arXiv 2502.16982).
-torch.optim.Muon works in bfloat16, which is ten times slower on CPUs without instructions for it.
+torch.optim.Muon makes the same steps in bfloat16. On CPUs with instructions for it they take half as long as these in
+float32, but twice as long with AVX-512 alone, and twenty times as long with AVX2.
 """
 
 from __future__ import annotations

@@ -210,15 +210,14 @@ def test_prompts_are_read_in_rows_behind_those_that_decode(opened: tuple[TrtBack
 def test_a_refusal_is_an_error(opened: tuple[TrtBackend, Recorder]) -> None:
     backend, recorder = opened
     backend.allocate_cache()
-    for call, what in (
-        ("set_input_shape", "the shape"),
-        ("set_tensor_address", "the address"),
-        ("execute_async_v3", "to run"),
+    for batch, call, what in (
+        (1, "set_input_shape", "the shape"),
+        (2, "set_tensor_address", "the address"),
+        (3, "execute_async_v3", "to run"),
     ):
         recorder.refuses = call
-        backend._contexts.clear()
         with pytest.raises(BackendError, match=f"tensorrt_rtx refused {what}"):
-            enqueue(backend, 1, 1, 1)
+            enqueue(backend, batch, 1, 1)
 
 
 def test_unknown_and_missing_tensors_and_caches_that_are_copied(
@@ -228,15 +227,15 @@ def test_unknown_and_missing_tensors_and_caches_that_are_copied(
     config = backend.config
     recorder.names.append("position_bias")
     with pytest.raises(EngineDirError, match="does not know: position_bias"):
-        executor._check_engine(plan, config, recorder)
+        TrtBackend(plan, config, HostDevice(), "8.9")
     recorder.names = recorder.names[:-1]
     name = present_names(config.graph.layers)[1]
     recorder.aliases[name] = None
     with pytest.raises(EngineDirError, match=r"does not update past_key_values\.0\.value in place"):
-        executor._check_engine(plan, config, recorder)
+        TrtBackend(plan, config, HostDevice(), "8.9")
     recorder.names.remove(LOGITS)
     with pytest.raises(EngineDirError, match="lacks a tensor of the contract: logits"):
-        executor._check_engine(plan, config, recorder)
+        TrtBackend(plan, config, HostDevice(), "8.9")
 
 
 def test_profiles_are_chosen_by_what_they_cover(plan: Path) -> None:

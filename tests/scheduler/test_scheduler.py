@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from specrun.decoder import SpeculativeDecoder
@@ -428,19 +430,28 @@ def test_who_waits_for_a_row_ends_without_one(pair: SpeculativeDecoder, how: str
 
 
 def test_timeouts_of_what_has_ended_take_no_memory(pair: SpeculativeDecoder) -> None:
+    ended = []
     for _ in range(200):
-        decode(pair, [pair.request([1], max_output_len=1, timeout=3600)])
-    assert len(pair.scheduler._queue._deadlines) <= 20
+        request = pair.request([1], max_output_len=1, timeout=3600)
+        decode(pair, [request])
+        ended.append(weakref.ref(request))
+    gc.collect()
+    assert sum(request() is not None for request in ended) <= 20
+
+
+def sessions() -> list[Any]:
+    return [each for each in gc.get_objects() if isinstance(each, onnxruntime.InferenceSession)]
 
 
 def test_a_closed_decoder_gives_memory_back_and_says_so(tmp_path: Path) -> None:
+    before = {id(session) for session in sessions()}
     decoder = open_five(tmp_path)
+    held = [weakref.ref(session) for session in sessions() if id(session) not in before]
     stream, waiting = decoder.stream([1], max_output_len=50), decoder.request([2])
     next(stream)
     decoder.scheduler.add(waiting)
     rounds: Any = decoder.scheduler.round
     runners = (rounds.target, rounds.drafter.runner)
-    held = [weakref.ref(runner.backend._session) for runner in runners]
     decoder.close()
     decoder.close()
     assert [session() for session in held] == [None, None]

@@ -91,9 +91,19 @@ def opened(long_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Open:
 
 
 @pytest.fixture(scope="module", params=["qwen", "qwen plain", "qwen special", "llama"])
-def server(opened: Open, request: pytest.FixtureRequest) -> Iterator[Server]:
-    style, _, tokenizer = str(request.param).partition(" ")
-    with running(opened({"qwen": QWEN, "llama": LLAMA}[style], tokenizer or "target")) as server:
+def style(request: pytest.FixtureRequest) -> str:
+    """The name of a template, and of a tokenizer."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def template(style: str) -> str:
+    return {"qwen": QWEN, "llama": LLAMA}[style.partition(" ")[0]]
+
+
+@pytest.fixture(scope="module")
+def server(opened: Open, style: str, template: str) -> Iterator[Server]:
+    with running(opened(template, style.partition(" ")[2] or "target")) as server:
         yield server
 
 
@@ -208,7 +218,7 @@ def test_logprobs_cover_every_token_of_a_call(server: Server) -> None:
 # --- what the model sees, and decides itself
 
 
-def test_the_prompt_is_the_one_that_transformers_renders(server: Server) -> None:
+def test_the_prompt_is_the_one_that_transformers_renders(server: Server, template: str) -> None:
     """With arguments as an object, null contents, tools' results, and without ``strict``."""
     calls = [{"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Köln"}'}}]
     turns = [
@@ -228,7 +238,6 @@ def test_the_prompt_is_the_one_that_transformers_renders(server: Server) -> None
         *HELLO,
     ]
     tools = json.loads(json.dumps(TOOLS).replace('"strict": true, ', ""))
-    template = (server.decoder._factory._chats._template_file or Path()).read_text()
     theirs = PreTrainedTokenizerFast(tokenizer_object=server.decoder.tokenizer, chat_template=template)
     expected = theirs.apply_chat_template(plain, tools=tools, tokenize=False, add_generation_prompt=True)
     assert "get-time" in expected and '{"city": "Köln"}' in expected
