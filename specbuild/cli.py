@@ -148,12 +148,9 @@ def _texts(options: dict[str, Any]) -> TextOptions:
 @click.option("--compute_capabilities", metavar="86,89,..", help="GPUs of a TensorRT-RTX plan. Default: all that can.")
 @click.option("--timing_cache", type=FolderPath, metavar="FILE", help="TensorRT: keep kernel timings in this file.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Engines to build side by side.")
-@click.option("--cache_dir", type=FolderPath, help="Directory of engines that were built before.")
 @click.option("--dry_run", is_flag=True, help="Show what would be built and what it takes; build nothing.")
 @click.option("--force", is_flag=True, help="Build all engines again; replace those that exist.")
-def engine(
-    config_file: Path | None, workers: int, cache_dir: Path | None, dry_run: bool, force: bool, **flags: Any
-) -> None:
+def engine(config_file: Path | None, workers: int, dry_run: bool, force: bool, **flags: Any) -> None:
     """ONNX checkpoint directory -> engine directory."""
     from specbuild.engine.build import build_engines, plan_engines
     from specbuild.engine.config import engine_options
@@ -162,12 +159,11 @@ def engine(
     given = {name: value for name, value in flags.items() if value is not None}
     engines = engine_options(given, config_file)
     if not dry_run:
-        build_engines(engines, workers, force, Stages(), cache_dir)
+        build_engines(engines, workers, force, Stages())
         return
     from specbuild.engine.dry_run import describe_plan
 
-    plans = plan_engines(engines, force, Stages(), cache_dir)
-    click.echo("\n\n".join(describe_plan(plan, cache_dir) for plan in plans))
+    click.echo("\n\n".join(map(describe_plan, plan_engines(engines, force, Stages()))))
 
 
 @main.command("prepare_data")

@@ -26,11 +26,6 @@ def require_space(needs: dict[Path, int]) -> None:
             raise OSError(errno.ENOSPC, reason + os.strerror(errno.ENOSPC), str(there))
 
 
-def share_a_disk(one: Path, other: Path) -> bool:
-    """Whether two directories, which need not exist yet, are on one file system."""
-    return existing(one).stat().st_dev == existing(other).stat().st_dev
-
-
 def existing(directory: Path) -> Path:
     """The directory, or the closest one above it that exists."""
     return next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())

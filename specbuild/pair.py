@@ -138,7 +138,7 @@ class Pair:
             forms.append(options.tp_size)
         if role == "draft" and options.draft_vocab_size is not None:
             forms.append(options.draft_vocab_size)
-        operators = [cpu_operators.VERSION, cpu_operators.is_available(), cpu_operators.are_fast()]
+        operators = [cpu_operators.VERSION, cpu_operators.are_fast()]
         machine = [platform.machine(), *operators]
         model = models[role]
         assert model

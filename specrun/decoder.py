@@ -11,7 +11,7 @@ from typing import Unpack
 from tokenizers import Tokenizer
 from typing_extensions import override
 
-from specrun import arguments, cpu_operators
+from specrun import arguments
 from specrun.arguments import path, show
 from specrun.builder import BuildOptions, engines_of
 from specrun.config import Check, DraftTargetConfig
@@ -160,13 +160,7 @@ class SpeculativeDecoder:
     def notes(self) -> list[str]:
         """What people should know of the pair, a line each: how exact its texts are, what its draft is."""
         draft = f"the draft has another tokenizer; it {self._translator.description}" if self._translator else ""
-        slow = ""
-        if self.target.backend.needs_cpu_operators and not cpu_operators.are_fast():
-            slow = (
-                "this processor lacks the vector instructions that specrun's CPU operators know (AVX2 or later), so "
-                "they take about ten times as long; an engine that is built here goes without them"
-            )
-        return [note for note in (self.exactness.note, draft, self._sizes, slow) if note]
+        return [note for note in (self.exactness.note, draft, self._sizes) if note]
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import specbuild
 import specrun
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
-from specrun.engine_dir.checksums import key_of
 from specrun.engine_dir.config import EngineConfig, Provenance, describe_file, read_config
 from specrun.errors import OutputExistsError
 
@@ -46,11 +45,6 @@ def own_version() -> str:
         for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h")):
             digest.update(f"{path.relative_to(package.parent)}\0".encode() + path.read_bytes() + b"\0")
     return f"{specrun.__version__}+{digest.hexdigest()[:12]}"
-
-
-def key(made: Provenance) -> str:
-    """32 hexadecimal digits that are the same where the files would be."""
-    return key_of(made.model_dump(mode="json", include={"tool", "versions", "machine", "options", "inputs"}))
 
 
 def difference(found: Provenance, wanted: Provenance) -> str | None:

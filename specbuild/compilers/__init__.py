@@ -69,14 +69,16 @@ def _choose(
     backend: str, device: str, gpu: int, capabilities: tuple[int, ...], timing_cache: Path | None
 ) -> tuple[str, Compiler, str]:
     import_package("onnx")  # Before our modules that import it, so that Ctrl-C does not break it off.
-    from specbuild.compilers import onnxruntime, tensorrt
+    from specbuild.compilers.cpu.compile import compile_graph
+    from specbuild.compilers.cuda.compile import copy_graph
+    from specbuild.compilers.tensorrt import compile as tensorrt
 
     if backend == "onnxruntime" and device == "cuda":
-        return backend, onnxruntime.copy_graph, "asked for, on CUDA"
+        return backend, copy_graph, "asked for, on CUDA"
     if device == "cpu" and backend != "onnxruntime":
         if backend != "auto":
             raise BackendError(f"--backend {backend} --device cpu: its engines run on GPUs only")
-        return "onnxruntime", onnxruntime.compile_graph, "it is the backend for the CPU"
+        return "onnxruntime", compile_graph, "it is the backend for the CPU"
     if backend == "auto":
         problem = tensorrt.why_unusable("tensorrt", gpu)
         if problem is None:
@@ -84,15 +86,15 @@ def _choose(
             return "tensorrt", compiler, "a usable NVIDIA GPU and tensorrt are here"
         reason = f"tensorrt is not usable ({problem})"
         if device == "cuda":
-            return "onnxruntime", onnxruntime.copy_graph, f"on CUDA, as asked for; {reason}"
+            return "onnxruntime", copy_graph, f"on CUDA, as asked for; {reason}"
         if why_no_gpu() is None:
             reason = (
                 f"WARNING: built for the CPU, though this machine has an NVIDIA GPU: {reason}; for the GPU give "
                 "--backend tensorrt_rtx or --device cuda"
             )
-        return "onnxruntime", onnxruntime.compile_graph, reason
+        return "onnxruntime", compile_graph, reason
     if backend == "onnxruntime":
-        return backend, onnxruntime.compile_graph, "asked for"
+        return backend, compile_graph, "asked for"
     problem = tensorrt.why_unusable(backend, gpu)
     if problem is not None:
         hint = "; --backend tensorrt_rtx compiles plans without a GPU" if backend == "tensorrt" else ""

@@ -8,20 +8,19 @@ from pathlib import Path
 
 from specbuild.artifacts.provenance import made_before, require_same
 from specbuild.compilers import choose
-from specbuild.engine.cache import place_of, take
 from specbuild.engine.config import EngineOptions
 from specbuild.engine.plan import EnginePlan, plan_engine
 from specbuild.engine.shards import compile_ranks
 from specbuild.engine.size import disk_bytes, disk_bytes_to_build
 from specbuild.engine.workers import run_side_by_side
-from specbuild.files import require_space, share_a_disk
+from specbuild.files import require_space
 from specbuild.progress import Advance, Stages
 from specrun.backends import open_host_backend
 from specrun.backends.bit_exact_probe import probe
 from specrun.backends.pass_timing import time_passes
 from specrun.command_line import human_bytes
 from specrun.engine_dir.bit_exact import BitExact
-from specrun.engine_dir.config import CONFIG_NAME, WEIGHTS_NAME, EngineConfig, describe_file, read_config
+from specrun.engine_dir.config import CONFIG_NAME, EngineConfig, describe_file, read_config
 from specrun.engine_dir.contract import MARKOV_FILES
 from specrun.engine_dir.directories import new_directory, require_free
 from specrun.engine_dir.pass_times import PassTimes
@@ -30,27 +29,23 @@ from specrun.optional_packages import import_package
 from specrun.text.tokenizer import require_own_tokenizer, tokenizer_files
 
 
-def build_engine(
-    options: EngineOptions, *, force: bool = False, cache_dir: Path | None = None, stages: Stages | None = None
-) -> EngineConfig:
+def build_engine(options: EngineOptions, *, force: bool = False, stages: Stages | None = None) -> EngineConfig:
     """Build one engine directory, and describe it. One that is there and would be the same is left as it is.
 
-    force: replace another one. cache_dir: where engines that were built before are kept. stages: shows progress;
-    None: on standard error. Raises SpecError, and OSError for a full disk.
+    force: replace another one. stages: shows progress; None: on standard error. Raises SpecError, and OSError for a
+    full disk.
     """
-    build_engines([options], 1, force, stages or Stages(), cache_dir)
+    build_engines([options], 1, force, stages or Stages())
     return read_config(options.output_dir, EngineConfig, EngineDirError, "specbuild engine")
 
 
-def build_engines(
-    engines: list[EngineOptions], workers: int, force: bool, stages: Stages, cache_dir: Path | None = None
-) -> None:
+def build_engines(engines: list[EngineOptions], workers: int, force: bool, stages: Stages) -> None:
     """Build the engines that are not there yet, ``workers`` at a time. Raises SpecError.
 
-    All settings are checked before the first build. cache_dir: see ``build_cache``.
+    All settings are checked before the first build.
     """
-    missing = [plan.options for plan in plan_engines(engines, force, stages, cache_dir) if not plan.is_there]
-    build = partial(_build_one, force=force, cache_dir=cache_dir)
+    missing = [plan.options for plan in plan_engines(engines, force, stages) if not plan.is_there]
+    build = partial(_build_one, force=force)
     if workers <= 1 or len(missing) <= 1:
         for options in missing:
             with stages.stage(f"build {options.output_dir}", 1.0) as advance:
@@ -64,9 +59,7 @@ def build_engines(
         stages.say(summary)
 
 
-def plan_engines(
-    engines: list[EngineOptions], force: bool, stages: Stages, cache_dir: Path | None = None
-) -> list[EnginePlan]:
+def plan_engines(engines: list[EngineOptions], force: bool, stages: Stages) -> list[EnginePlan]:
     """Check everything that is known before a build, and say what is to be known of each. Raises SpecError, OSError."""
     plans = [plan_engine(options) for options in engines]
     for number, plan in enumerate(plans):
@@ -82,7 +75,7 @@ def plan_engines(
         stages.say(f"{output}: backend {plan.backend}: {plan.reason}")
         for note in plan.notes:
             stages.say(f"{output}: {note}")
-    require_space(_needed_space([plan for plan in plans if not plan.is_there], cache_dir))
+    require_space(_needed_space([plan for plan in plans if not plan.is_there]))
     return plans
 
 
@@ -94,48 +87,26 @@ def _load_compilers(engines: list[EngineOptions]) -> None:
             import_package("onnxruntime")
 
 
-def _needed_space(plans: list[EnginePlan], cache_dir: Path | None) -> dict[Path, int]:
+def _needed_space(plans: list[EnginePlan]) -> dict[Path, int]:
     """About how many bytes the engines will take beside each other in every directory, and their building."""
     needs: dict[Path, int] = {}
     largest: dict[Path, int] = {}  # What one build takes beside its engine: they run one after the other.
     for plan in plans:
-        places = [plan.options.output_dir.absolute().parent]
-        if cache_dir:
-            places = [] if share_a_disk(cache_dir, places[0]) else places  # A link takes no room.
-            # An entry that was altered is removed before it is built again.
-            places += [] if place_of(cache_dir, plan.provenance).is_dir() else [cache_dir]
-        for place in places:
-            needs[place] = needs.get(place, 0) + disk_bytes(plan)
-            largest[place] = max(largest.get(place, 0), disk_bytes_to_build(plan) - disk_bytes(plan))
+        place = plan.options.output_dir.absolute().parent
+        needs[place] = needs.get(place, 0) + disk_bytes(plan)
+        largest[place] = max(largest.get(place, 0), disk_bytes_to_build(plan) - disk_bytes(plan))
     return {place: size + largest[place] for place, size in needs.items()}
 
 
-def _build_one(
-    options: EngineOptions, force: bool, advance: Advance = lambda _amount: None, cache_dir: Path | None = None
-) -> str:
-    """Build one engine directory, or take it from the cache; returns a summary line. Raises SpecError."""
+def _build_one(options: EngineOptions, force: bool, advance: Advance = lambda _amount: None) -> str:
+    """Build one engine directory; returns a summary line. Raises SpecError."""
     stages = Stages()
-    plan = plan_engine(options)
-    how = ""
-    if cache_dir is None:
-        config = _build(plan, options.output_dir, force, advance)
-    else:
-        build = partial(_build_for_cache, plan, advance)
-        config, was_there = take(cache_dir, plan.provenance, build, options.output_dir, force)
-        how = f" from {cache_dir}" if was_there else f", kept in {cache_dir}"
+    config = _build(plan_engine(options), options.output_dir, force, advance)
     size = sum(info.bytes for info in config.files.values())
     notes = "".join(f"; {note}" for note in config.provenance.notes)
     notes += f"; {config.bit_exact}" if config.bit_exact else ""
-    made = f"{config.backend.name} engine, {human_bytes(size)}, {stages.seconds:.1f} s{how}"
+    made = f"{config.backend.name} engine, {human_bytes(size)}, {stages.seconds:.1f} s"
     return f"{options.output_dir}: {made}{notes}"
-
-
-def _build_for_cache(plan: EnginePlan, advance: Advance, place: Path) -> EngineConfig:
-    """Others will trust what is built into ``place``, so the weights' checksum is compared, too."""
-    listed, weights = plan.checkpoint.files[WEIGHTS_NAME], plan.options.checkpoint_dir / WEIGHTS_NAME
-    if describe_file(weights) != listed:
-        raise CheckpointError(f"{weights}: wrong sha256 checksum, the file was altered; convert again")
-    return _build(plan, place, True, advance)
 
 
 def _build(plan: EnginePlan, output: Path, force: bool, advance: Advance) -> EngineConfig:

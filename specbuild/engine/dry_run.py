@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 from specbuild.artifacts.inspect import facts_table, sizes
-from specbuild.engine.cache import look_up, place_of
 from specbuild.engine.plan import EnginePlan
 from specbuild.engine.size import build_memory, cache_bytes, disk_bytes, disk_bytes_to_build, rank_bytes, weight_bytes
 from specbuild.files import existing
@@ -21,7 +20,7 @@ _COMPILES = {
 """What the time goes into. How long that takes depends on the machine, and nobody knows before it was tried there."""
 
 
-def describe_plan(plan: EnginePlan, cache_dir: Path | None) -> str:
+def describe_plan(plan: EnginePlan) -> str:
     """A page for people. Nothing is written."""
     build, options = plan.build, plan.options
     profiles = build.profiles if plan.backend != "onnxruntime" else []
@@ -29,7 +28,7 @@ def describe_plan(plan: EnginePlan, cache_dir: Path | None) -> str:
     free = "" if memory is None else f"; {human_bytes(memory)} are free"
     facts = {
         "engine": str(options.output_dir),
-        "would be": _what_would_be_done(plan, cache_dir),
+        "would be": "left as it is: it is up to date" if plan.is_there else "built",
         "backend": f"{plan.backend} {plan.provenance.versions[plan.backend]} for {_device(plan)}: {plan.reason}",
         "speculative_decoding_mode": build.speculative_decoding_mode,
         "max_draft_len": str(build.max_draft_len),
@@ -57,14 +56,6 @@ def _ranks(plan: EnginePlan) -> dict[str, str]:
         f"rank {rank}": f"{human_bytes(weights)} weights, {human_bytes(caches)} KV cache"
         for rank, (weights, caches) in enumerate(rank_bytes(plan))
     }
-
-
-def _what_would_be_done(plan: EnginePlan, cache_dir: Path | None) -> str:
-    if plan.is_there:
-        return "left as it is: it is up to date"
-    if cache_dir and look_up(cache_dir, plan.provenance):
-        return f"taken from the cache: {place_of(cache_dir, plan.provenance)}"
-    return "built" + (f", and kept in the cache: {place_of(cache_dir, plan.provenance)}" if cache_dir else "")
 
 
 def _device(plan: EnginePlan) -> str:

@@ -93,6 +93,11 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
     device: Literal["cpu", "cuda"] = "cpu"
     if backend != "onnxruntime" or options.device == "cuda":
         device = "cuda"
+    elif not cpu_operators.is_available():
+        raise BackendError(
+            "engines for the CPU need specrun's own operators, which were not compiled here: "
+            f"{cpu_operators.HOW_TO_COMPILE}"
+        )
     if options.tp_size > 1:
         _check_ranks(options, checkpoint, device)
     made = provenance(
@@ -129,11 +134,6 @@ def _check_ranks(options: EngineOptions, checkpoint: CheckpointConfig, device: s
             "--tp_size: engines of onnxruntime are divided for CPUs only; leave out --device cuda, or give --backend "
             "tensorrt or tensorrt_rtx"
         )
-    if device == "cpu" and not cpu_operators.is_available():
-        raise BackendError(
-            f"--tp_size: ranks need specrun's own CPU operators, which were not compiled here: "
-            f"{cpu_operators.HOW_TO_COMPILE}"
-        )
 
 
 def _check_cache(options: EngineOptions, checkpoint: CheckpointConfig, backend: str) -> None:
@@ -142,10 +142,6 @@ def _check_cache(options: EngineOptions, checkpoint: CheckpointConfig, backend: 
     if backend != "onnxruntime" or (options.device or "cpu") != "cpu":
         raise BackendError(
             f"{given}: is for engines of onnxruntime for the CPU; for TensorRT give it to 'specbuild convert'"
-        )
-    if not cpu_operators.is_available():
-        raise BackendError(
-            f"{given}: needs specrun's own CPU operators, which were not compiled here: {cpu_operators.HOW_TO_COMPILE}"
         )
     if checkpoint.graph.features is not None:
         raise BuildConfigError(f"{given}: features of a head are not stored in few bits; leave it out")
@@ -159,8 +155,8 @@ def _inputs(checkpoint: CheckpointConfig) -> dict[str, str]:
 
 
 def _own_operators(device: str) -> dict[str, str]:
-    """The version of specrun's own operators, which engines for the CPU have where they are fast."""
-    return {"cpu_operators": str(cpu_operators.VERSION)} if device == "cpu" and cpu_operators.are_fast() else {}
+    """The version of specrun's own operators, which engines for the CPU have."""
+    return {"cpu_operators": str(cpu_operators.VERSION)} if device == "cpu" else {}
 
 
 def _machine(backend: str, device: str, given: str | None) -> str:

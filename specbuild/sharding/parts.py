@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,6 @@ import onnx_ir as ir
 
 from specbuild.sharding import weights
 from specbuild.sharding.part import Part
-from specbuild.sharding.rules import RULES
 
 Sizes = list[int | None]
 CACHE = "past_key_values."
@@ -27,11 +26,17 @@ class State(NamedTuple):
     gains: int
 
 
+Rule = Callable[["Parts", ir.Node, int, Part], ir.Value | None]
+"""The part of one output of a node, by number; None where it is no part of anything but the whole output."""
+
+
 class Parts:
     """What one rank computes of the values of a graph. New nodes are not in the graph before ``insert``."""
 
-    def __init__(self, model: ir.Model, rank: int) -> None:
+    def __init__(self, model: ir.Model, rank: int, rules: Mapping[str, Rule]) -> None:
+        """rules: by operator."""
         self.rank = rank
+        self._rules = rules
         self.gains = 0
         """How many weights and caches have been cut."""
         self._made: list[ir.Node] = []
@@ -57,8 +62,10 @@ class Parts:
             made = weights.cut(value, part, self.rank, self.add)
         elif value in self._inputs and part.axis == -3:
             made = self._cache(value, part)
-        elif (node := value.producer()) is not None and node.op_type in RULES and self._is_cut_at_its_inputs(node):
-            made = RULES[node.op_type](self, node, node.outputs.index(value), part)
+        elif (
+            (node := value.producer()) is not None and node.op_type in self._rules and self._is_cut_at_its_inputs(node)
+        ):
+            made = self._rules[node.op_type](self, node, node.outputs.index(value), part)
         if made is None:
             made = self.slice(value, part.axis, *part.ranges[self.rank])
         self.known[value, part] = made

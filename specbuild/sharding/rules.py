@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import numpy as np
 import onnx_ir as ir
 
 from specbuild.sharding.part import MisalignedError, Part
+from specbuild.sharding.parts import Parts, Rule
 from specbuild.sharding.reshaping import source_of
 from specbuild.sharding.weights import is_constant, shape_of
-
-if TYPE_CHECKING:
-    from specbuild.sharding.parts import Parts
-
-Rule = Callable[["Parts", ir.Node, int, Part], ir.Value | None]
-"""The part of one output of a node, by number; None where it is no part of anything but the whole output."""
 
 _END = np.iinfo(np.int64).max
 

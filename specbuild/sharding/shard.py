@@ -30,7 +30,7 @@ def shard(model: ir.Model, rank: int, ranks: int) -> None:
     Raises BuildConfigError where heads or blocks of weights cannot be divided.
     """
     join_offsets(model)
-    graph, parts = model.graph, Parts(model, rank)
+    graph, parts = model.graph, Parts(model, rank, RULES)
     summands: set[ir.Value] = set()
     for node in list(graph):
         if not _is_product(node):

@@ -340,7 +340,7 @@ void multiply_part(void* item, size_t number) {
 }
 
 // Divide ``rows`` rows into those that are computed and those that are NaN, as unused tokens are
-// (specbuild/compilers/cpu_unused.py). Of the outputs of the latter, which are all NaN, the first one is written. Returns
+// (specbuild/compilers/cpu/unused.py). Of the outputs of the latter, which are all NaN, the first one is written. Returns
 // how many rows are computed; the others stand last in ``places``.
 int64_t find_rows(const Product& product, int64_t rows, int64_t* places) {
     int64_t used = 0, left = rows;

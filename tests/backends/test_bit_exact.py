@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts.fuzz_bit_exact import fuzz
-from specrun import BackendError, DraftTargetConfig, SpeculativeDecoder, cpu_operators
+from specrun import BackendError, DraftTargetConfig, SpeculativeDecoder
 from specrun.engine_dir.config import EngineConfig, open_engine
 from specrun.evaluation.verify import verify
 from specrun.loader import open_round
@@ -102,14 +102,6 @@ def test_another_processor_is_tried(engines: Path, tmp_path: Path, monkeypatch: 
         kept.write_text(damaged)
         with pytest.raises(NameError, match="shapes_agree"):
             note(engine)
-
-
-def test_operators_that_are_slow_here_are_named(engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with SpeculativeDecoder.open(engines / "target") as decoder:
-        assert decoder.target.backend.needs_cpu_operators and not any("AVX2" in note for note in decoder.notes)
-        monkeypatch.setattr(cpu_operators, "are_fast", lambda: False)
-        (said,) = (note for note in decoder.notes if "AVX2" in note)
-        assert "ten times as long; an engine that is built here goes without them" in said
 
 
 def test_verify_counts_equal_texts(engines: Path, one_scale: Path) -> None:

@@ -19,8 +19,8 @@ from tests.bindings.installed import BUILDS, CACHE, TENSORRT_RTX, folder, module
 ROOT = Path(__file__).parents[2]
 SOURCES = (
     *("specrun/gpu/trt.py", "specrun/gpu/rtx_kernels.py"),
-    *("specbuild/compilers/tensorrt.py", "specbuild/compilers/trt_progress.py"),
-    "specbuild/compilers/timing_cache.py",
+    *("specbuild/compilers/tensorrt/compile.py", "specbuild/compilers/tensorrt/progress.py"),
+    "specbuild/compilers/tensorrt/timing_cache.py",
 )
 """The modules that hold objects of TensorRT. One that is handed such an object has to be among them."""
 

@@ -57,31 +57,31 @@ MISTAKES = [
     ("rtx_kernels", "create_runtime_cache() if", "create_runtime_cache(1) if", "Too many arguments"),
     ("rtx_kernels", "strategies.EAGER", "trt.LayerType.CAST", "assignment"),
     ("rtx_kernels", "deserialize(self._file.read_bytes())", "deserialize(self._file)", "arg-type"),
-    ("tensorrt", "(network, config)\n", "(config, network)\n", "arg-type"),
-    ("tensorrt", "(network, config)\n", "(network)\n", "Missing positional argument"),
-    ("tensorrt", "(network, config)\n", "(network, settings=config)\n", "Unexpected keyword"),
-    ("tensorrt", "(network, config)\n", "(network, config, network=network)\n", "multiple values"),
-    ("tensorrt", "BuilderFlag.TF32", "BuilderFlag.TF64", 'no attribute "TF64"'),
-    ("tensorrt", "clear_flag(trt.BuilderFlag.TF32)", "clear_flag(trt.BuilderFlag)", "arg-type"),
-    ("tensorrt", "clear_flag(trt.BuilderFlag.TF32)", "clear_flag(trt.LayerType.CAST)", "arg-type"),
-    ("tensorrt", "advance(0.1)", "network.num_inputs = 3", "read-only"),
+    ("compile", "(network, config)\n", "(config, network)\n", "arg-type"),
+    ("compile", "(network, config)\n", "(network)\n", "Missing positional argument"),
+    ("compile", "(network, config)\n", "(network, settings=config)\n", "Unexpected keyword"),
+    ("compile", "(network, config)\n", "(network, config, network=network)\n", "multiple values"),
+    ("compile", "BuilderFlag.TF32", "BuilderFlag.TF64", 'no attribute "TF64"'),
+    ("compile", "clear_flag(trt.BuilderFlag.TF32)", "clear_flag(trt.BuilderFlag)", "arg-type"),
+    ("compile", "clear_flag(trt.BuilderFlag.TF32)", "clear_flag(trt.LayerType.CAST)", "arg-type"),
+    ("compile", "advance(0.1)", "network.num_inputs = 3", "read-only"),
     (
-        "tensorrt",
+        "compile",
         "progress_monitor = progress_monitor(trt, advance, interrupted)",
         "progress_monitor = network",
         "assignment",
     ),
-    ("tensorrt", "advance(0.1)", "len(builder)", "arg-type"),
-    ("tensorrt", "advance(0.1)", "[each for each in builder]", "not iterable"),
-    ("tensorrt", "advance(0.1)", "network < network", "Unsupported left operand"),
-    ("tensorrt", "advance(0.1)", "open('x').send(network)", 'no attribute "send"'),
-    ("tensorrt", "get_input(i)", "get_input(network)", "arg-type"),
-    ("tensorrt", "get_input(i)", "get_input(arg0=i)", "Unexpected keyword"),
-    ("tensorrt", "error.desc()", "error.description()", 'no attribute "description"'),
-    ("tensorrt", "tensor.is_network_input else", "tensor.is_input else", 'no attribute "is_input"'),
-    ("tensorrt", 'f"SM{number}"], index)', 'f"SM{number}"])', "Missing positional argument"),
-    ("trt_progress", "num_steps: int)", "num_steps: int, more: int)", "override"),
-    ("trt_progress", "        def phase_finish", "        def phase_finished", "abstract"),
+    ("compile", "advance(0.1)", "len(builder)", "arg-type"),
+    ("compile", "advance(0.1)", "[each for each in builder]", "not iterable"),
+    ("compile", "advance(0.1)", "network < network", "Unsupported left operand"),
+    ("compile", "advance(0.1)", "open('x').send(network)", 'no attribute "send"'),
+    ("compile", "get_input(i)", "get_input(network)", "arg-type"),
+    ("compile", "get_input(i)", "get_input(arg0=i)", "Unexpected keyword"),
+    ("compile", "error.desc()", "error.description()", 'no attribute "description"'),
+    ("compile", "tensor.is_network_input else", "tensor.is_input else", 'no attribute "is_input"'),
+    ("compile", 'f"SM{number}"], index)', 'f"SM{number}"])', "Missing positional argument"),
+    ("progress", "num_steps: int)", "num_steps: int, more: int)", "override"),
+    ("progress", "        def phase_finish", "        def phase_finished", "abstract"),
     ("timing_cache", "cache.combine(others, False)", "cache.combine(others)", "Missing positional argument"),
     ("timing_cache", "set_timing_cache(cache, False)", "set_timing_cache(cache.serialize(), False)", "arg-type"),
 ]
@@ -108,7 +108,7 @@ def test_an_enumeration_is_no_number_in_old_bindings() -> None:
     """Why our source converts flags to int."""
     old = BUILDS[0]
     folder(old)
-    text = TEXTS["tensorrt"].replace(
+    text = TEXTS["compile"].replace(
         "1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)", "trt.BuilderFlag.TF32"
     )
     (report,) = check(old, {"enumeration": copy(old, text)})["enumeration"]
@@ -175,8 +175,8 @@ name, *folder = sys.argv[1:]
 sys.path[:0] = folder
 # Under TensorRT-RTX's name, because TensorRT would be asked for a GPU first.
 trt = sys.modules["tensorrt_rtx"] = importlib.import_module(name)
-from specbuild.compilers import tensorrt as compiler
-from specbuild.compilers.trt_progress import progress_monitor
+from specbuild.compilers.tensorrt import compile as compiler
+from specbuild.compilers.tensorrt.progress import progress_monitor
 from specrun.gpu import trt as executor
 
 assert compiler.why_unusable("tensorrt_rtx") is None

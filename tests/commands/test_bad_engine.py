@@ -90,7 +90,7 @@ def test_build_settings(onnx: Path, out: Path, flags: dict[str, object], fragmen
 
 
 def specbuild_has_gpu() -> bool:
-    from specbuild.compilers.tensorrt import why_unusable
+    from specbuild.compilers.tensorrt.compile import why_unusable
 
     return why_unusable("tensorrt") is None
 

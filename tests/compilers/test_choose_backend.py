@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from specbuild.cli import main
-from specbuild.compilers import choose, tensorrt
+from specbuild.compilers import choose
+from specbuild.compilers.tensorrt import compile as tensorrt
 from specrun.devices.driver import why_no_gpu
 from specrun.engine_dir.config import EngineConfig, read_config
 from specrun.errors import EngineDirError

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from specbuild.compilers.cpu_attention import OPERATOR, fuse_cached_attention
+from specbuild.compilers.cpu.attention import OPERATOR, fuse_cached_attention
 from specbuild.sharding.shard import shard
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
 from tests.helpers.engines import make_engine, make_onnx

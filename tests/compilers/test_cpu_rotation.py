@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specbuild.compilers.cpu_attention import OPERATOR, fuse_cached_attention
-from specbuild.compilers.cpu_rotation import AnglesByPosition
+from specbuild.compilers.cpu.attention import OPERATOR, fuse_cached_attention
+from specbuild.compilers.cpu.rotation import AnglesByPosition
 from specrun.engine_dir.config import GRAPH_NAME
 from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
-from specbuild.compilers.cpu_wanted import take_wanted_tokens_first
+from specbuild.compilers.cpu.wanted import take_wanted_tokens_first
 from specrun.engine_dir.config import GRAPH_NAME
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from specbuild.artifacts.inspect import describe
 from specbuild.compilers import choose
-from specbuild.compilers.tensorrt import _log
-from specbuild.compilers.timing_cache import load_timings, save_timings
+from specbuild.compilers.tensorrt.compile import _log
+from specbuild.compilers.tensorrt.timing_cache import load_timings, save_timings
 from specbuild.engine.config import engine_options
 from specbuild.engine.dry_run import describe_plan
 from specbuild.engine.plan import plan_engine
@@ -131,7 +131,7 @@ def test_multiple_profiles(onnx: Path, tmp_path: Path) -> None:
     assert sum(line.startswith("generation ") for line in lines) == len(rounds)
     where = {"checkpoint_dir": onnx / "target", "output_dir": tmp_path / "fewer", **flags}
     dry = [plan_engine(*engine_options({**where, "multiple_profiles": multiple}, None)) for multiple in (True, False)]
-    assert [describe_plan(one, None).count(" generation, batch ") for one in dry] == [len(rounds), 1]
+    assert [describe_plan(one).count(" generation, batch ") for one in dry] == [len(rounds), 1]
     assert weight_bytes(dry[0]) == 2 * weight_bytes(dry[1])
     fewer = make_engine(onnx / "target", tmp_path / "fewer", **flags)
     assert len(open_engine(fewer).build_config.profiles) == 2

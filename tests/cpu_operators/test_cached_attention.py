@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 import scipy.linalg
 
-from specbuild.compilers.cpu_attention import OPERATOR, PACKED_OPERATOR
+from specbuild.compilers.cpu.attention import OPERATOR, PACKED_OPERATOR
 from specbuild.graph import ops as graphs
 from specrun import cpu_operators
 from specrun.backends.ort_session import session_options

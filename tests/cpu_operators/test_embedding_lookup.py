@@ -13,7 +13,7 @@ import pytest
 import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from specbuild.compilers.cpu_products import use_own_products
+from specbuild.compilers.cpu.products import use_own_products
 from specbuild.graph import ops as graphs
 from specbuild.graph.scales import make_numbers_of_scales
 from specbuild.graph.untie import untie_heads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from specrun.backends import open_host_backend
 from specrun.config import DraftTargetConfig
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.contract import UNUSED_TOKEN
-from specrun.errors import BackendError, BuildError
+from specrun.errors import BackendError
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import SamplingParams
@@ -179,21 +178,14 @@ def uncompiled(tmp_path: Path) -> Iterator[Path]:
     cpu_operators.library.cache_clear()
 
 
-def test_without_the_operators_engines_are_built_and_those_that_need_them_refused(
-    uncompiled: Path, onnx: Path, kv_caches: Path, tmp_path: Path
+def test_without_the_operators_engines_are_neither_built_nor_opened(
+    engines: Path, uncompiled: Path, onnx: Path, tmp_path: Path
 ) -> None:
-    checkpoint = quantized(onnx / "target", tmp_path / "onnx", "int4")
-    engine = make_engine(checkpoint, tmp_path / "engine", **SIZES)
-    config = open_engine(engine)
-    assert config.backend.needs_cpu_operators == 0
-    assert any("C++ compiler" in note for note in config.provenance.notes)
-    with pytest.raises(BuildError, match=r"keys and values in 8 bits need specrun's own CPU operators.*C\+\+ compiler"):
-        make_engine(kv_caches / "int8", tmp_path / "packed")
-    described = json.loads((engine / "config.json").read_text())
-    described["backend"]["needs_cpu_operators"] = 1
-    (engine / "config.json").write_text(json.dumps(described))
-    with pytest.raises(EngineDirError, match=r"needs specrun's own CPU operators \(version 1\).*C\+\+ compiler"):
-        SpeculativeDecoder.open(engine)
+    with pytest.raises(BackendError, match=r"engines for the CPU need specrun's own operators.*C\+\+ compiler"):
+        make_engine(onnx / "target", tmp_path / "engine", **SIZES)
+    assert not (tmp_path / "engine").exists()
+    with pytest.raises(EngineDirError, match=r"needs specrun's own CPU operators \(version .*C\+\+ compiler"):
+        SpeculativeDecoder.open(engines / "target")
 
 
 def test_a_library_of_another_version_is_none(uncompiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 
-from specbuild.compilers.cpu_recurrent import use_recurrent_operators
+from specbuild.compilers.cpu.recurrent import use_recurrent_operators
 from specbuild.graph import ops as graphs
 from specbuild.graph.recurrent import CONVOLUTION, DOMAIN, RULES, add_functions, expand, inline_for_onnxruntime
 from specrun import cpu_operators

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
-from specbuild.compilers.cpu_recurrent import use_recurrent_operators
+from specbuild.compilers.cpu.recurrent import use_recurrent_operators
 from specbuild.graph import ops as graphs
 from specbuild.sharding.collectives import COLLECTIVE
 from specbuild.sharding.shard import shard

@@ -13,8 +13,8 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from specbuild.compilers import cpu_forms
-from specbuild.compilers.trt_forms import move_zero_points, round_token_inputs
+from specbuild.compilers.cpu import forms as cpu_forms
+from specbuild.compilers.tensorrt.forms import move_zero_points, round_token_inputs
 from specbuild.graph import ops as graphs
 from specbuild.quantization.insert_qdq import quantize_embedding, quantize_matmul, weighted_matmuls
 from specbuild.quantization.recipe import QFormat, Recipe, Storage

@@ -1,7 +1,7 @@
 """The tokens whose logits are wanted are taken in one operator, before the last normalization.
 
 The exported graph normalizes all tokens of a pass, spreads the indices over a token's width, and gathers number by
-number. Behind this, the last product can normalize its tokens itself (``cpu_fusions``).
+number. Behind this, the last product can normalize its tokens itself (``fusions``).
 """
 
 from __future__ import annotations

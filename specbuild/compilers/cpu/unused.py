@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specbuild.compilers.cpu_attention import OPERATOR as ATTENTION
-from specbuild.compilers.cpu_attention import PACKED_OPERATOR as PACKED_ATTENTION
+from specbuild.compilers.cpu.attention import OPERATOR as ATTENTION
+from specbuild.compilers.cpu.attention import PACKED_OPERATOR as PACKED_ATTENTION
 from specbuild.graph.ops import initializer
 from specrun.cpu_operators import DOMAIN
 from specrun.engine_dir.contract import INPUT_IDS, UNUSED_TOKEN, past_names

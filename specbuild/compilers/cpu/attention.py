@@ -12,8 +12,8 @@ from typing import NamedTuple
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from specbuild.compilers.cpu_fusions import normalizes, residual_of
-from specbuild.compilers.cpu_rotation import Angles, AnglesByPosition
+from specbuild.compilers.cpu.fusions import normalizes, residual_of
+from specbuild.compilers.cpu.rotation import Angles, AnglesByPosition
 from specbuild.graph.attention_layers import AttentionLayer, attention_layers
 from specbuild.graph.causal_mask import causal_window
 from specbuild.graph.kv_cache_qdq import drop_cache_factors, drop_cache_rounding

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from specbuild.compilers.cpu_fusions import fuse_into_products
-from specbuild.compilers.cpu_products import use_own_products
-from specbuild.compilers.cpu_wanted import take_wanted_tokens_first
+from specbuild.compilers.cpu.fusions import fuse_into_products
+from specbuild.compilers.cpu.products import use_own_products
+from specbuild.compilers.cpu.wanted import take_wanted_tokens_first
 from specbuild.graph import ops as graphs
 from specbuild.graph.scales import make_numbers_of_scales
 from specbuild.graph.untie import untie_heads
@@ -38,7 +38,7 @@ _FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
 def prepare(model: ir.Model, own_products: bool = False) -> list[str]:
     """Rewrite the quantized parts of ``model``, which computes in float32, in place. Returns notes on what was done.
 
-    own_products: use specrun's own operators where they take a weight; see ``cpu_products``.
+    own_products: use specrun's own operators where they take a weight; see ``products``.
 
     Weights in other codes are tensors that are computed when they are read, and not in the files of ``model``.
     """

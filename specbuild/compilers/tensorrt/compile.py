@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import onnx_ir as ir
 
 from specbuild.compilers import Compiled, machine
-from specbuild.compilers.timing_cache import load_timings, save_timings
-from specbuild.compilers.trt_forms import (
+from specbuild.compilers.tensorrt.forms import (
     move_zero_points,
     narrow_float4_scales,
     round_float4_inputs,
@@ -22,7 +21,8 @@ from specbuild.compilers.trt_forms import (
     set_apart_names,
     turn_negative_scales,
 )
-from specbuild.compilers.trt_progress import interruptible, progress_monitor
+from specbuild.compilers.tensorrt.progress import interruptible, progress_monitor
+from specbuild.compilers.tensorrt.timing_cache import load_timings, save_timings
 from specbuild.graph import ops as graphs
 from specbuild.graph.kv_cache_qdq import leave_writing_to_caller
 from specbuild.graph.plain_attention import write_out_attention

@@ -1,0 +1,1 @@
+"""ONNX to an engine of ONNX Runtime for CUDA."""

@@ -1,0 +1,1 @@
+"""ONNX to a plan of TensorRT or TensorRT-RTX."""
