@@ -23,7 +23,11 @@ from specrun.evaluation.verify import Part, Verdict
 from specrun.output import as_json
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
 COMMANDS = ROOT / "docs" / "commands.md"
 PAGE = ROOT / "docs" / "python.md"
 
