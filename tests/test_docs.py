@@ -193,6 +193,12 @@ def test_every_module_is_on_the_map() -> None:
         assert {name for name in written if name.endswith(".py")} == modules, package
 
 
+def test_every_page_is_on_the_site() -> None:
+    """``scripts/site`` adds the Python reference."""
+    pages = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(pages) == sorted([*(str(path.relative_to(ROOT)) for path in DOCUMENTS), "api.md"])
+
+
 def test_files_that_are_named_exist() -> None:
     for path in DOCUMENTS:
         for name in re.findall(r"`((?:docs|scripts|specbuild|specrun|tests|configs)/[\w./]+)`", path.read_text()):
