@@ -23,7 +23,11 @@ from specrun.evaluation.verify import Part, Verdict
 from specrun.output import as_json
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
 COMMANDS = ROOT / "docs" / "commands.md"
 PAGE = ROOT / "docs" / "python.md"
 
@@ -187,6 +191,12 @@ def test_every_module_is_on_the_map() -> None:
         ]
         assert len(written) == len(set(written)), package
         assert {name for name in written if name.endswith(".py")} == modules, package
+
+
+def test_every_page_is_on_the_site() -> None:
+    """``scripts/site`` adds the Python reference."""
+    pages = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(pages) == sorted([*(str(path.relative_to(ROOT)) for path in DOCUMENTS), "api.md"])
 
 
 def test_files_that_are_named_exist() -> None:

@@ -216,7 +216,7 @@ def test_the_distribution_and_what_its_extras_bring() -> None:
             found.add(name.replace("-", "_"))
         return found
 
-    assert set(extras) == {"run", "build", "rtx", "gpu", "dev"}
+    assert set(extras) == {"run", "build", "rtx", "gpu", "dev", "docs"}
     assert brings("run") == {"onnxruntime"}
     assert brings("rtx") >= brings("run") | brings("build") | {"cuda_python"}
     assert brings("gpu") >= brings("build") | {"cuda_python", "onnxruntime_gpu"}

@@ -1,10 +1,13 @@
-"""The wheel, installed into an empty environment: what it brings runs engines, without torch."""
+"""What scripts/wheel makes: the sources, and a wheel that runs engines in an empty environment, without torch."""
 
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -26,39 +29,61 @@ def run(*command: object, **options: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built of what git knows, so of nothing that happens to lie here."""
-    source, output = (tmp_path_factory.mktemp(name) for name in ("source", "wheel"))
-    files = run("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", cwd=ROOT).split("\0")
-    for file in filter(None, files):
-        if file.startswith(("specbuild/", "specrun/")) or "/" not in file:
-            (source / file).parent.mkdir(parents=True, exist_ok=True)
-            if (ROOT / file).is_file():
-                (source / file).write_bytes((ROOT / file).read_bytes())
-    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", output, source)
-    (made,) = output.glob("*.whl")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What scripts/wheel makes: the sources, and a wheel that was built of these."""
+    output = tmp_path_factory.mktemp("released")
+    run(ROOT / "scripts" / "wheel", output, env=os.environ | {"PYTHON": sys.executable})
+    return output
+
+
+@pytest.fixture(scope="module")
+def wheel(released: Path) -> Path:
+    (made,) = released.glob("*.whl")
     return made
+
+
+def tracked(*folders: str) -> set[str]:
+    """The files that git knows, or would take."""
+    files = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *folders, cwd=ROOT).splitlines()
+    return {name for name in files if (ROOT / name).is_file()}
+
+
+def test_it_is_for_every_linux_since_glibc_2_28(wheel: Path) -> None:
+    python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    assert wheel.name.endswith(f"-{python}-{python}-manylinux_2_28_{platform.machine()}.whl")
+
+
+def test_the_sources_have_everything_and_no_tests(released: Path) -> None:
+    (made,) = released.glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    generated = {name for name in names if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
+    others = {"pyproject.toml", "README.md", "LICENSE"}
+    assert names - generated == tracked("specbuild", "specrun") | others
 
 
 def test_it_has_everything_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    packages = {name for name in names if ".dist-info/" not in name}
-    tracked = run("git", "ls-files", "--cached", "--others", "--exclude-standard", "specbuild", "specrun", cwd=ROOT)
-    ours = {name for name in tracked.splitlines() if (ROOT / name).is_file() and not name.endswith((".cpp", ".h"))}
+    packages = {name for name in names if ".dist-info/" not in name and not name.endswith("/")}
+    ours = {name for name in tracked("specbuild", "specrun") if not name.endswith((".cpp", ".h"))}
     compiled = {name for name in packages if name.startswith("specrun/cpu_operators/_compiled")}
     assert len(compiled) == 1
     assert packages - compiled - {name for name in packages if name.endswith((".cpp", ".h"))} == ours
 
 
 def test_an_empty_environment_runs_engines(wheel: Path, engines: Path, tmp_path: Path) -> None:
-    """Away from the sources, and with nothing of this environment."""
+    """Away from the sources, with nothing of this environment, and without a compiler."""
     venv.create(tmp_path / "env")
     programs = tmp_path / "env" / "bin"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    environment["PATH"] = str(programs)
+    assert not any(shutil.which(name, path=environment["PATH"]) for name in ("c++", "g++", "clang++", "cc", "gcc"))
     outside: dict[str, Any] = {"cwd": tmp_path, "env": environment}
     constraints = ROOT / "scripts" / "constraints.txt"
     pip = (sys.executable, "-m", "pip", "--python", programs / "python")
     run(*pip, "install", "--quiet", "--no-compile", "--constraint", constraints, f"{wheel}[run]", **outside)
+    code = "from specrun import cpu_operators; print(cpu_operators.library())"
+    assert run(programs / "python", "-c", code, **outside).startswith(str(tmp_path / "env"))
     for name in ("specbuild", "specrun"):
         assert run(programs / name, "--version", **outside).startswith(f"{name}, version ")
         assert run(programs / name, "--help", **outside)
