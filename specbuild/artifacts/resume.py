@@ -47,9 +47,9 @@ class Part:
 
     def __init__(self, save: Callable[[], None] = lambda: None) -> None:
         self.rows = 0
-        """That are done."""
+        """Number of finished rows."""
         self.state: dict[str, Any] = {}
-        """What came of them, as JSON holds it."""
+        """Results of the finished rows, as JSON values."""
         self._save = save
 
     @contextmanager
@@ -72,7 +72,7 @@ class Run:
 
     directory: Path
     made: Provenance
-    """What the command makes, of what."""
+    """Provenance of what the command makes."""
     parts: dict[str, Part] = field(default_factory=dict)
 
     @classmethod

@@ -83,7 +83,7 @@ class _Weight(NamedTuple):
     scales: tuple[ir.TensorProtocol, ...]
     """Factors of the scales."""
     block: int
-    """0: one scale a column."""
+    """Input channels that share a scale; 0: all of a column."""
 
     @property
     def is_float4(self) -> bool:

@@ -16,7 +16,7 @@ from specrun.cpu_operators import DOMAIN
 NORMALIZED, SILU_GATED, GELU_GATED = 1, 2, 3
 """``Made`` in ``activations.h``."""
 _PLACES = {"QuantizedMatMul": (4, 5), "FloatMatMul": (2, 3)}
-"""Of the two inputs: what activations are made with, and the residual."""
+"""Positions of two inputs of each operator: the weights of its prologue, and the residual."""
 
 
 class _Made(NamedTuple):

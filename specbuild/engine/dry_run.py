@@ -18,7 +18,7 @@ _COMPILES = {
     "tensorrt": "TensorRT's builder, which times kernels for every profile",
     "tensorrt_rtx": "TensorRT-RTX's builder, once for all compute capabilities; kernels are compiled when it is run",
 }
-"""What the time goes into. How long that takes depends on the machine, and nobody knows before it was tried there."""
+"""Slowest part of a build, by backend. Its time depends on the machine and is not estimated."""
 
 
 def describe_plan(plan: EnginePlan, cache_dir: Path | None) -> str:

@@ -20,7 +20,7 @@ _CODES = {"int8": ir.DataType.INT8, "float8": ir.DataType.FLOAT8E4M3FN}
 """The type of an input's codes."""
 
 _TABLE = ".embedding"
-"""How names of a quantized embedding's tensors go on, which a head that is tied to it reads too."""
+"""Suffix of the names of a quantized embedding's tensors, which a head that is tied to it reads too."""
 
 
 class WeightedMatMul(NamedTuple):

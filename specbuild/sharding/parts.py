@@ -15,7 +15,7 @@ from specbuild.sharding.rules import RULES
 
 Sizes = list[int | None]
 CACHE = "past_key_values."
-"""How the names of caches begin."""
+"""Prefix of the names of caches."""
 
 
 class State(NamedTuple):
@@ -33,7 +33,7 @@ class Parts:
     def __init__(self, model: ir.Model, rank: int) -> None:
         self.rank = rank
         self.gains = 0
-        """How many weights and caches have been cut."""
+        """Number of weights and caches that have been cut."""
         self._made: list[ir.Node] = []
         self._all_made: set[ir.Node] = set()
         self.known: dict[tuple[ir.Value, Part], ir.Value] = {}

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 COLUMNS = 16
-"""Of a strip."""
+"""Number of columns of a panel."""
 _LINE = 64
 _PART = 1024
 """Columns that are laid out at a time, so that no copies of a whole weight are made on the way."""

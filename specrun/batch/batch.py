@@ -32,7 +32,7 @@ class Batch:
         self._decoder = decoder
         self._questions = iter(questions)
         self._begun: list[tuple[Question, Sequence[Request]]] = []
-        """Those that have not ended."""
+        """Questions whose requests have not all ended, with their requests."""
 
     @property
     def requests(self) -> Iterator[Request]:

@@ -93,7 +93,7 @@ class Question(NamedTuple):
 
     form: AnswerForm
     ask: Ask | RequestError
-    """What is wrong with the line, where it asks for nothing."""
+    """Request of the line, or the error of a line that is not valid."""
 
     def answer(self, requests: Sequence[Request], error: SpecError | None, names: TokenBytes | None) -> dict[str, Any]:
         """The line of the answers for it. error: why there is no answer. names: the texts of single tokens."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 DOMAIN = "specrun"
-"""Of the operators in a graph."""
+"""Domain of the operators in a graph."""
 MOST_OUTPUTS = 4
 """Products with one input that one node computes together."""
 VERSION = 10

@@ -14,10 +14,10 @@ class DraftEnds:
 
     def __init__(self) -> None:
         self.calibration = Calibration()
-        """Of the draft's probabilities in greedy texts."""
+        """Calibration of the draft's probabilities in greedy texts."""
         self._accepted = AcceptanceRate()
         self._step_seconds: dict[int, float] = {}
-        """Of a draft step behind the first one, by batch size: a running mean."""
+        """Running mean of the seconds of a draft step after the first one, by batch size."""
         self._plan = DraftPlan(0)
         self._survival: list[float] = []
         """[B]: how likely all of a row's draft tokens are accepted."""

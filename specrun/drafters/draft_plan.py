@@ -21,11 +21,11 @@ class DraftPlan(NamedTuple):
     with all before it, with at least the probability ``prices[i]``, where rows have i draft tokens on average so far.
     """
     tokens_per_second: float = 0.0
-    """With ``prices``: what rounds yield. A further draft step must be worth its time at this speed."""
+    """Tokens a second of rounds, with ``prices``. A further draft step must be worth its time at this speed."""
     draft_step: float = 0.0
-    """With ``prices``: seconds that a further draft step is expected to take. 0: that is not known."""
+    """Expected seconds of a further draft step, with ``prices``. 0 if not known."""
     rounds: int = 1
-    """For how many rounds of the same texts it may stand."""
+    """Number of rounds of the same texts for which the plan may be used."""
 
     def counts(self, limits: Sequence[int]) -> list[int]:
         """The most draft tokens of each row. limits: what each can use."""

@@ -80,7 +80,7 @@ class TranslatedDrafter(ModelDrafter):
         self._translator = translator
         self._limit = self.texts.limit
         self._drafted: WeakKeyDictionary[Request, list[Sequence[int]]] = WeakKeyDictionary()
-        """What the model proposed in this round, each token in its own ids."""
+        """The draft's own ids of each token that was proposed in this round."""
 
     @override
     def admit(self, requests: Sequence[Request]) -> None:

@@ -19,9 +19,9 @@ from specrun.engine_dir.small_files import read_small
 from specrun.errors import OutputExistsError
 
 QUALITY_NAME = "quality.json"
-"""What ``specbuild quantize`` says of its result, beside it."""
+"""Report of ``specbuild quantize``, in its output directory."""
 TRAINING_NAME = "training.json"
-"""What ``specbuild train_draft`` says of a draft, beside it."""
+"""Report of ``specbuild train_draft``, in its output directory."""
 TRITON_KIND = "triton_repository"
 """The ``kind`` of a model repository for Triton."""
 _SCRATCH_END = ".tmp"

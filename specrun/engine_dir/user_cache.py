@@ -21,9 +21,9 @@ class Entry:
     """The checkpoint's name and a key of 16 hexadecimal digits."""
     path: Path
     bytes: int
-    """On the disk."""
+    """Size of the engine on the disk in bytes."""
     used: float
-    """When it was last asked for, in seconds since 1970."""
+    """Time of the last use, in seconds since 1970."""
 
 
 def user_cache() -> Path:

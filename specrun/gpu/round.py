@@ -97,7 +97,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         self._no_probs = DraftProbs(self._target_distributions, runner.logits, 0, 0, runner.vocab)
         self._devices = list(dict.fromkeys((*target.devices, *(self.drafter.devices if self.drafter else ()))))
         self._seconds: dict[tuple[int, int], float] = {}
-        """Of rounds by batch size and draft length, in the warm-up."""
+        """Seconds of rounds in the warm-up, by batch size and draft length."""
         self._captures = Captures(captures, [target, *(self.drafter.captured if self.drafter else ())])
 
     @property

@@ -38,7 +38,7 @@ class DeviceStates:
         self._replays = replays
         self._read = device.zeros((rows,), np.int64)
         self._advances = device.zeros((rows,), np.int32)
-        """Of each row of a pass: whether what the pass leaves becomes its state."""
+        """[rows]: 1 for each row of a pass whose result becomes its state, else 0."""
         self._tensors = [*(device.zeros((rows, *shape), np.float32) for shape in shapes), self._read]
         self._left = [*(device.zeros((rows, *shape), np.float32) for shape in shapes), self._keep_indices]
         self._pool: list[DeviceArray] = []

@@ -19,7 +19,7 @@ from specrun.sampling.sampler import TokenLogprob
 from specrun.text.token_bytes import TokenBytes
 
 _REASONS = {"stop": "stop", "length": "length"}
-"""What OpenAI calls the ends of a text. It has no words for others, which cut a text off as length does."""
+"""OpenAI's names of finish reasons. It has no words for others, which cut a text off as length does."""
 
 
 class Scored(NamedTuple):
@@ -37,7 +37,7 @@ class Delta(NamedTuple):
     offset: int
     """Characters of the tokens' texts before those of ``scores``."""
     calls: Sequence[CallDelta] = ()
-    """What is new of calls of tools. ``text`` has nothing of them."""
+    """New parts of calls of tools. ``text`` does not contain them."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Answer:
     """One choice of an answer, as far as it has come."""
 
     request: Request
-    """Only what it was asked for is read here: its prompt, ``echo``, ``logprobs`` and the calls that it may hold."""
+    """Request of the choice. Only its prompt, ``echo``, ``logprobs`` and the calls that it allows are read."""
     names: TokenBytes | None
     asked: Asked = NOTHING
     is_streamed: bool = False

@@ -27,7 +27,7 @@ class Head(NamedTuple):
     """What every answer to a body begins with."""
 
     identity: str
-    """What ``id`` ends with."""
+    """Last part of ``id``."""
     created: int
     """Seconds since 1970."""
     model: str

@@ -27,11 +27,11 @@ class Update(NamedTuple):
 
     token_outputs: Sequence[TokenOutput]
     steps: Sequence[tuple[int, int]]
-    """Those of ``Stats.steps``: of one round or several."""
+    """New entries of ``Stats.steps``, of one round or several."""
     prompt_logprobs: Sequence[TokenLogprob]
     """Log-probabilities of the prompt's tokens from the second on, in a request's first update if it wants them."""
     ended: Ended | None
-    """None: another update follows."""
+    """End of the request; None if another update follows."""
 
 
 class Watch:

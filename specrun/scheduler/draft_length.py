@@ -39,7 +39,7 @@ class Tuning:
     min_gain: float = 1.02
     """The factor by which drafting must promise more tokens a second than non-speculative steps."""
     clear_gain: float = 1.25
-    """If drafting promises less than this factor, T(0) is measured again from time to time."""
+    """Factor of tokens a second below which T(0) is measured again from time to time."""
     non_speculative_every: int = 16
     """T(0) is measured again every so many rounds, by a single one."""
     run_every: int = 8
@@ -59,7 +59,7 @@ class Tuning:
     plan_rounds: int = 8
     """The most rounds for which a plan may stand."""
     plan_share: float = 1 / 64
-    """It may stand for so many more rounds, as a share of those that were measured."""
+    """Further rounds for which a plan may stand, as a share of the measured rounds."""
     times: TimeTuning = field(default_factory=TimeTuning)
 
 
@@ -113,17 +113,17 @@ class DraftLength:
         self._built_prior = prior
         self._by_row = by_row
         self._speeds: dict[int, Speed] = {}
-        """Those of rounds in which each row's draft ended by itself, by batch size."""
+        """Speeds of rounds in which each row's draft ended by itself, by batch size."""
         self._ending_gain = Speed()
         """The tokens of these rounds, of all batch sizes, for each token that the best common length promised."""
         self._common = 0.0
         """Tokens a second that it promises in this round, where each row's draft ends by itself."""
         self._guess = [1 + self.tuning.draft_token_share * draft_len for draft_len in range(max_draft_len + 1)]
         self._times: dict[int, RoundTimes] = {}
-        """By batch size."""
+        """Round times in seconds, by batch size."""
         self._overall = AcceptanceRate()
         self._rounds = 0
-        """Those that were measured so far."""
+        """Number of measured rounds."""
         self._evaluated = 0
         """Draft tokens so far of which it is known whether they were accepted."""
         self._own: WeakKeyDictionary[object, AcceptanceRate] = WeakKeyDictionary()
@@ -132,7 +132,7 @@ class DraftLength:
         """Rounds since the last plain one."""
         self._settling = Settling()
         self._measurements = 0
-        """How often T(0) was measured though drafting paid."""
+        """Number of times that T(0) was measured though drafting paid."""
         self._plain_left = 0
         """Plain rounds of the present run that are still to come."""
         self._lag_times: deque[float] = deque(maxlen=self.tuning.times.times_per_length)
@@ -325,7 +325,7 @@ class Trials:
     tuning: Tuning
     elapsed_seconds: float = field(default=0.0, init=False)
     lost_seconds: float = field(default=0.0, init=False)
-    """What drafting has cost beyond what it has saved."""
+    """Seconds that drafting has cost beyond what it has saved."""
 
     def add(self, seconds: float, lost: float) -> None:
         """Count a round. lost: its seconds minus those of non-speculative steps that yield as many tokens."""

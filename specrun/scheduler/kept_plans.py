@@ -25,9 +25,9 @@ class KeptPlans(DraftLengths):
         self._left = 0
         """Rounds for which the plan still stands."""
         self._texts: tuple[Sequence[object], Sequence[int], bool] = [], [], False
-        """What is decoded, as ``choose`` was told."""
+        """Arguments of ``choose`` that name what is decoded."""
         self._seen: list[tuple[Any, ...]] = []
-        """What ``observe`` was told in the plan's rounds."""
+        """Arguments of the calls of ``observe`` in the plan's rounds."""
 
     @property
     @override

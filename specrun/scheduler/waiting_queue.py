@@ -30,7 +30,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._requests: dict[Request, int] = {}
-        """Those that wait, with their turns."""
+        """Waiting requests, with their turns."""
         self._turn = 0
         """Never less than that of the request that was taken last."""
         self._order: list[tuple[int, int, Request]] = []
@@ -38,7 +38,7 @@ class RequestQueue:
         self._deadlines: list[tuple[float, int, Request]] = []
         """A heap; the next request to expire comes first."""
         self._lock = threading.RLock()
-        """Of the heaps."""
+        """Lock of the heaps."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:

@@ -33,7 +33,7 @@ from specrun.serve.respond import ClientLeftError, respond
 from specrun.serve.service import Service
 
 OPEN_PATHS = ("/health",)
-"""What everybody may ask for."""
+"""Paths that need no key."""
 
 
 def make_app(service: Service) -> ASGIApp:

@@ -24,7 +24,7 @@ ACCEPTED_AT_ONCE = 16
 _SPARE_FILES = 64 + 4 * ACCEPTED_AT_ONCE + limits.SPARE_CONNECTIONS
 """Number of files left to the engines, the log, spare connections and those that are being accepted or closed."""
 IS_SPARE = "is_spare"
-"""In the state of a request: it came on a spare connection."""
+"""Key in the state of a request that came on a spare connection."""
 
 
 def connection_limit() -> int:
@@ -142,7 +142,7 @@ class Connection(H11Protocol):
     _stall: TimerHandle | None = None
     _has_events = False
     _paused_at = 0.0
-    """Since when the client has not read as fast as it is written to, on the loop's clock."""
+    """Time on the loop's clock since which the client has read too slowly."""
 
     def __init__(self, crowd: Crowd, write_seconds: float, **given: Any) -> None:
         """write_seconds: in which a client must read something of what was written. given: uvicorn's arguments."""

@@ -40,12 +40,12 @@ class Generation:
         self._engine, self._metrics, self._requests = engine, metrics, requests
         self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         self._entries = [1 + (request.logprobs or 0) for request in requests]
-        """Of a token of each request."""
+        """Number of entries (the token and its log-probabilities) of one token of each request."""
         self._running = len(requests)
         self._job: Job | None = None
         self._began = time.perf_counter()
         self._last = [0.0] * len(requests)
-        """When each request's last token came."""
+        """Time of each request's last token, by ``time.perf_counter``."""
 
     def __enter__(self) -> Generation:
         """Raises QueueFullError, EngineStoppedError and RequestError."""

@@ -28,7 +28,7 @@ from specrun.serve.service import Service
 BACKLOG = 2048
 """Number of connections that may wait to be accepted."""
 SEND_BUFFER_BYTES = 256 << 10
-"""What the system keeps of an answer that is not read. By itself it would keep megabytes for each connection."""
+"""Bytes of an unread answer that the system keeps. Its default is megabytes for each connection."""
 
 
 def listen(host: str, port: int) -> socket.socket:

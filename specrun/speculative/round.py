@@ -32,13 +32,13 @@ class RoundResult(NamedTuple):
     """What a round decided, and what it cost."""
 
     outcomes: list[Outcome | SpecError]
-    """For each request what to commit, or its error."""
+    """Result of each request: what to commit, or its error."""
     seconds: float | None
     """The round's time; None where later rounds of its shape take another time."""
     draft_len: float
     """Draft tokens of a row for which the round took its time."""
     all_dropped: bool = False
-    """Whether the draft's engine ran, and no draft token was verified."""
+    """Whether the draft's engine ran and no draft token was verified."""
 
 
 class DraftLengths(Protocol):
@@ -79,7 +79,7 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
     """Decides tokens. ``loop`` commits them, and the scheduler decides which request has which row of the caches."""
 
     prefill_chunk_size: int
-    """How many tokens of prompts are prefilled between two rounds of other requests, which wait for them."""
+    """Number of prompt tokens that are prefilled between two rounds of other requests, which wait for them."""
     exactness = Exactness()
     """Tells if texts are the target's own to the bit."""
     next_is_queued = False

@@ -105,7 +105,7 @@ class ToolFormat:
     name: str
     tag: str
     end: str
-    """What may stand behind the object."""
+    """Text that may follow the object."""
     arguments_key: str
     """The object's key of the arguments."""
     is_bare: bool

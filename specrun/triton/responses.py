@@ -20,7 +20,7 @@ from specrun.triton.metrics import TritonMetrics
 from specrun.triton.tensors import in_tritons_words
 
 CANCEL_SECONDS = 0.1
-"""How often senders are asked whether their clients have left."""
+"""Seconds between two checks of whether clients have left."""
 
 
 class Response:

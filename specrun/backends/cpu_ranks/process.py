@@ -25,10 +25,10 @@ from specrun.errors import BackendError
 from specrun.kv_cache.host import HostKVCache
 
 ROW_OPERATIONS = {"clear", "clear_states", "swap", "save", "load", "save_state", "load_state"}
-"""Of ``HostKVCache``: what a rank on another machine is told to do to a row."""
+"""Methods of ``HostKVCache`` that a rank on another machine is told to call for a row."""
 
 _MPI_MEMORY = "/dev/shm/mpich_shm_"
-"""How the names begin of what MPICH's ranks on one machine share."""
+"""Prefix of the names of memory that MPICH's ranks on one machine share."""
 
 
 class Rank:

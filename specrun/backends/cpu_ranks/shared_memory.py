@@ -15,7 +15,7 @@ class Place(NamedTuple):
     """Where another process finds the memory."""
 
     descriptor: int
-    """Of the process that made it."""
+    """File descriptor of the memory in the process that made it."""
     nbytes: int
 
 

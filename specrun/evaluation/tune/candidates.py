@@ -13,7 +13,7 @@ from specrun.config import AUTO, DraftKind
 from specrun.errors import RequestError
 
 DRAFT_KINDS = get_args(DraftKind)
-"""What drafts without a model."""
+"""Kinds of drafters without a model."""
 
 
 @dataclass(frozen=True)

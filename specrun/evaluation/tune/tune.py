@@ -45,7 +45,7 @@ class Tuned:
     speeds: list[float]
     """Tokens a second of each, as ``Speeds`` has them."""
     candidates: int
-    """How many there were."""
+    """Number of candidates."""
     time_was_over: bool
 
     @property
