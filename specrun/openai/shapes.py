@@ -168,7 +168,7 @@ class CompletionShape(Shape, ChoiceShape):
 
     @override
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        more = {"prompt_logprobs": prompt_logprobs(answer)} if answer.asked.shows_prompt_logprobs else {}
+        more = {"prompt_logprobs": prompt_logprobs(answer)} if answer.response_options.shows_prompt_logprobs else {}
         return self._choice(index, answer, answer.whole) | more
 
     @override
@@ -204,7 +204,11 @@ class ChatShape(Shape, ChoiceShape):
 
     @override
     def more(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        return {"prompt_logprobs": prompt_logprobs(answers[0])} if answers[0].asked.shows_prompt_logprobs else {}
+        return (
+            {"prompt_logprobs": prompt_logprobs(answers[0])}
+            if answers[0].response_options.shows_prompt_logprobs
+            else {}
+        )
 
     @override
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:

@@ -34,8 +34,8 @@ class Update(NamedTuple):
     """End of the request; None if another update follows."""
 
 
-class Watch:
-    """Remembers what was told of a request."""
+class UpdateCursor:
+    """Remembers up to where a request's updates were read."""
 
     def __init__(self, request: Request) -> None:
         self.request = request

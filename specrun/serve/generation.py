@@ -11,7 +11,7 @@ from specrun.errors import RequestError
 from specrun.request.request import Request
 from specrun.request.updates import Update
 from specrun.serve import limits
-from specrun.serve.engine import EngineThread, Job
+from specrun.serve.engine import EngineThread, Submission
 from specrun.serve.metrics import Metrics
 
 
@@ -42,7 +42,7 @@ class Generation:
         self._entries = [1 + (request.logprobs or 0) for request in requests]
         """Number of entries (the token and its log-probabilities) of one token of each request."""
         self._running = len(requests)
-        self._job: Job | None = None
+        self._submission: Submission | None = None
         self._began = time.perf_counter()
         self._last = [0.0] * len(requests)
         """Time of each request's last token, by ``time.perf_counter``."""
@@ -50,13 +50,16 @@ class Generation:
     def __enter__(self) -> Generation:
         """Raises QueueFullError, EngineStoppedError and RequestError."""
         self._began = time.perf_counter()
-        self._job = self._engine.submit(self._requests, self._receive)
+        self._submission = self._engine.submit(self._requests, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
-        job, self._job = self._job, None  # It refers to this object. Without it both are freed with no collection.
-        if job and self._running:
-            job.cancel()
+        submission, self._submission = (
+            self._submission,
+            None,
+        )  # It refers to this object. Without it both are freed with no collection.
+        if submission and self._running:
+            submission.cancel()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
         """Updates until all requests have ended. Raises UnreadError."""
@@ -92,5 +95,5 @@ class Generation:
         """End all requests, and forget what nobody has read but one update, which wakes the reader."""
         while self._updates.qsize() > 1:
             self._updates.get_nowait()
-        if self._job:
-            self._job.cancel()
+        if self._submission:
+            self._submission.cancel()

@@ -18,8 +18,8 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError
 from specrun.sampling.sampler import SamplingParams
 from specrun.serve.app import make_app
-from specrun.serve.connection import ACCEPTED_AT_ONCE, Connection, Crowd, connection_limit
-from specrun.serve.engine import EngineThread, News
+from specrun.serve.connection import ACCEPTED_AT_ONCE, Connection, ConnectionLimiter, connection_limit
+from specrun.serve.engine import EngineThread, RequestUpdate
 from specrun.serve.keys import ApiKey
 from specrun.serve.limits import KEEP_ALIVE_SECONDS, WRITE_SECONDS
 from specrun.serve.metrics import Metrics
@@ -66,12 +66,12 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
 
-    def hand_over(news: Sequence[News]) -> None:
-        for one in news:
-            one.hand_over()
+    def deliver_all(updates: Sequence[RequestUpdate]) -> None:
+        for one in updates:
+            one.deliver()
 
-    def deliver(news: Sequence[News]) -> None:
-        loop.call_soon_threadsafe(hand_over, news)
+    def deliver(updates: Sequence[RequestUpdate]) -> None:
+        loop.call_soon_threadsafe(deliver_all, updates)
 
     engine = EngineThread(decoder, deliver, max_queue)
     service = Service(
@@ -85,11 +85,11 @@ async def serve(
         log_prompts=log_prompts,
         defaults=defaults,
     )
-    crowd = Crowd(connection_limit(), max_connections_by_address)
+    limiter = ConnectionLimiter(connection_limit(), max_connections_by_address)
     config = uvicorn.Config(
         make_app(service),
         # Made of h11: httptools keeps a header of any size in memory.
-        http=partial(Connection, crowd, write_seconds),  # type: ignore[arg-type]
+        http=partial(Connection, limiter, write_seconds),  # type: ignore[arg-type]
         backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",

@@ -75,7 +75,7 @@ class Service:
             if request.error:
                 raise request.error
         names = self.decoder.token_bytes
-        return [Answer(request, names, body.asked, is_streamed=body.stream) for request in requests]
+        return [Answer(request, names, body.response_options, is_streamed=body.stream) for request in requests]
 
 
 def requests_of(answers: Sequence[Answer]) -> list[Request]:
