@@ -23,7 +23,7 @@ from specrun.request.options import Keywords, RequestOptions, combine
 from specrun.request.request import Request, TokenOutput
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
-from specrun.scheduler.kept_plans import KeptPlans
+from specrun.scheduler.plan_cache import PlanCache
 from specrun.scheduler.round_times import ExpectedTimes, expected_by_passes
 from specrun.scheduler.scheduler import Event, Scheduler
 from specrun.speculative.exactness import Exactness
@@ -127,7 +127,7 @@ class SpeculativeDecoder:
         name = " and ".join(str(directory) for directory in (target_dir, draft_dir) if directory)
         return cls(
             rounds,
-            KeptPlans(lengths),
+            PlanCache(lengths),
             engine.config,
             rows,
             tokenizer_dir,

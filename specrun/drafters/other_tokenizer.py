@@ -42,7 +42,7 @@ class TranslatedTexts(HostTexts):
         return text.ids if text else request.tokens
 
     @override
-    def draft_lag(self, requests: Sequence[Request]) -> int:
+    def num_uncached_draft(self, requests: Sequence[Request]) -> int:
         """Tokens that are not translated yet count as one each."""
         left = self.runner.rows.num_uncached([self.ids(request) for request in requests], 0)
         new = [self.translated[request].num_new(request.tokens) for request in requests]

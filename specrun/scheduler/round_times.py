@@ -142,7 +142,7 @@ class RoundTimes:
 
 
 @dataclass
-class Settling:
+class PostDraftSlowdown:
     """How much longer a plain round takes behind one that drafted than behind plain ones.
 
     A draft displaces the target's weights from the processor's caches. Where these hold quantized weights, the next

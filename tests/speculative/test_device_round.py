@@ -139,7 +139,11 @@ class Observed(DraftLength):
     """Drafts as much as the rows can use, and keeps what it is told of rounds."""
 
     def choose(
-        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+        self,
+        requests: Sequence[object],
+        row_limits: Sequence[int],
+        num_uncached_draft: int = 0,
+        drafts_end: bool = False,
     ) -> DraftPlan:
         return DraftPlan(min(self.max_draft_len, max(row_limits)))
 
@@ -275,7 +279,11 @@ class Cycle(DraftLength):
     """Another length every round, non-speculative steps in a row among them."""
 
     def choose(
-        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+        self,
+        requests: Sequence[object],
+        row_limits: Sequence[int],
+        num_uncached_draft: int = 0,
+        drafts_end: bool = False,
     ) -> DraftPlan:
         self.rounds = getattr(self, "rounds", -1) + 1
         return DraftPlan((2, 0, 0, 0, 4, 1, 0, 3)[self.rounds % 8])
