@@ -1,4 +1,4 @@
-"""Quantized weights in the forms that ONNX Runtime has fast operators for on a processor.
+"""Quantized weights in the formats that ONNX Runtime has fast operators for on a processor.
 
 ONNX Runtime itself makes MatMulNBits of a DequantizeLinear in front of a MatMul. It rounds inputs in groups, as our own
 products do, which keeps more than a checkpoint's own rounding of inputs. What ONNX Runtime would leave slow, or refuse,

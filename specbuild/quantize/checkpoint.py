@@ -75,7 +75,7 @@ def stored_linears(
             continue
         if isinstance(owner, Conv1D):
             raise UnsupportedModelError(
-                f"{source}: {module} keeps its weight transposed (Conv1D), which compressed-tensors has no form for; "
+                f"{source}: {module} keeps its weight transposed (Conv1D), which compressed-tensors has no format for; "
                 "specbuild convert --qformat quantizes it on the way to ONNX"
             )
         if len(shared[id(parameters[parameter])]) > 1:

@@ -144,7 +144,7 @@ def shared_activation(parts: Sequence[Packed]) -> Activation | None:
 
 
 def side_by_side(parts: Sequence[Packed]) -> Packed | None:
-    """Weights of the same input as one weight, channels behind channels; None where their forms have no common one."""
+    """Weights of the same input as one weight, channels behind channels; None without a common format."""
     first, *others = parts
     if not others:
         return first

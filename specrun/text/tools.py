@@ -1,4 +1,4 @@
-"""Tools: the functions that a model may call, and the forms in which models write calls."""
+"""Tools: the functions that a model may call, and the formats in which models write calls."""
 
 from __future__ import annotations
 

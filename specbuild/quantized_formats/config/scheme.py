@@ -1,4 +1,4 @@
-"""A checkpoint's quantization: which modules, in which forms; and the weights of a module as ``Packed``."""
+"""A checkpoint's quantization: which modules, in which formats; and the weights of a module as ``Packed``."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class TuneSettings:
     draft_lens: Sequence[int | str] = ()
     batch_sizes: Sequence[int] = ()
     qformats: Sequence[str] = ("auto",)
-    """Forms of a checkpoint's weights."""
+    """Formats of a checkpoint's weights."""
     threads: Sequence[int] = ()
     time_limit: float = 600.0
     """Seconds of measuring; engines are built before."""
