@@ -293,7 +293,7 @@ def check_pair(
     """
     target = _open("target", target_dir, config.target_devices, config.check, config.rank_hosts)
     if target.config.graph.is_head:
-        raise PairError(f"{target_dir}: is a draft head; give it with --draft_engine_dir, beside its target")
+        raise PairError(f"{target_dir}: is a draft head; give it with --draft_engine_dir, together with its target")
     if draft_dir is None:
         draft_len = check_draft_len(target_dir, target.config, config.fixed_draft_len) if config.draft else 0
         return target, None, draft_len
@@ -349,7 +349,7 @@ def _open(
 
 
 def _expected_times(rounds: AnyRound, config: DraftTargetConfig) -> Callable[[int], ExpectedTimes] | None:
-    """What rounds of so many rows take, by the passes of the engines. None: nobody asks, or they were not timed."""
+    """What rounds of so many rows take, by the passes of the engines. None if not needed, or if they were not timed."""
     draft_len = rounds.max_draft_len
     if not draft_len or config.fixed_draft_len is not None or not (times := rounds.pass_times()):
         return None

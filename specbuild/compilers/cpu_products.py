@@ -173,7 +173,7 @@ class _Product:
 
     @property
     def group(self) -> object:
-        """Products of one group can be computed together; one whose weight others read is by itself."""
+        """Products of one group can be computed together; one whose weight others read is computed alone."""
         return self.x, self.block, self.weight.kind, self.nodes[0] if self.weight.readers > 1 else None
 
 

@@ -42,7 +42,7 @@ def describe_plan(plan: EnginePlan, cache_dir: Path | None) -> str:
         f"{human_bytes(_free_disk(options.output_dir))} are free",
         "memory to build": f"up to about {human_bytes(build_memory(plan))}{free}",
         "memory to run": f"{human_bytes(weight_bytes(plan))} weights, {human_bytes(cache_bytes(plan))} KV cache for "
-        f"{build.max_batch_size} rows at their longest; beside it the prefix cache and what is computed in",
+        f"{build.max_batch_size} rows at their longest; in addition the prefix cache and what is computed in",
         **_ranks(plan),
         "time": f"not known before it was tried; it goes into {_COMPILES[plan.backend]}",
         **{f"note {number}": note for number, note in enumerate(plan.notes, 1)},

@@ -158,7 +158,7 @@ def take_models(options: dict[str, Any], draft_needed: bool = False) -> BuildOpt
 
 
 def take_target(options: dict[str, Any], base: str | None = None) -> tuple[str | Path, BuildOptions]:
-    """Take TARGET and ``build_options`` out of ``options``. base: the model beside it, of ``--base``.
+    """Take TARGET and ``build_options`` out of ``options``. base: the model of ``--base``.
 
     Raises click's UsageError, and EngineDirError for a model that is not there.
     """

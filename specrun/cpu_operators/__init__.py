@@ -4,7 +4,7 @@
 finds embeddings in such a weight. ``CachedAttention`` writes keys and values into a cache and attends to them;
 ``PackedCachedAttention`` keeps them in codes. ``RecurrentAttention`` and ``CausalConvolution`` are those of recurrent
 layers. ``AllReduce`` and ``AllGather`` are for models on several ranks. A token's bits do not depend on what is
-computed beside it. Without a compiler the package installs without them, and engines are built of ONNX Runtime's
+computed with it. Without a compiler the package installs without them, and engines are built of ONNX Runtime's
 operators.
 """
 

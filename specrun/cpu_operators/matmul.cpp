@@ -364,7 +364,7 @@ bool multiply(Product product, const Threads& threads) {
     const bool has_prologue = activations.prologue != Prologue::kNone, has_codes = weight.bits != 32;
     const int64_t all_rows = product.rows, inputs = weight.inputs, blocks = has_codes ? weight.blocks() : 0;
     rounded.stride = has_codes ? (inputs + 63) / 64 * 64 + 64 : 0;
-    // So many rows at a time stay in the second cache, and beside them the weights that they are multiplied by.
+    // So many rows at a time stay in the L2 cache, together with the weights that they are multiplied by.
     const int64_t row_bytes = has_codes ? rounded.stride : 4 * inputs;
     const int64_t rows = std::min(all_rows, std::max(kFewestRows, kRowBytes / row_bytes));
     const int64_t scales = (rows * blocks + 15) / 16 * 16, prepared = has_prologue ? (rows * inputs + 15) / 16 * 16 : 0;

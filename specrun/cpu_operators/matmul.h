@@ -91,7 +91,7 @@ struct Product {
 // The same computation in the instructions of one kind of processor. Bits of results do not depend on which one.
 struct InstructionSet {
     const char* name;
-    Vectors vectors;  // Of the other operators beside it.
+    Vectors vectors;  // Vectors of the other operators.
     bool (*is_supported)();
     int64_t (*panels_at_once)(const Product&);
     void (*round_row)(const Product&, int64_t row);

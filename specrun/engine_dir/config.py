@@ -1,7 +1,7 @@
 """The engine directory: the only thing ``specbuild`` and ``specrun`` share.
 
 ``config.json`` describes the engine and is written last; the other files are listed in it with size and sha256.
-Everything read here comes from a file somebody else may have written, so all of it is checked.
+Everything read here comes from a file that another tool may have written, so all of it is checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FORMAT_VERSION = 1
 CONFIG_NAME = "config.json"
 GRAPH_NAME = "model.onnx"
 WEIGHTS_NAME = "model.onnx.data"
-"""The graph's weights, beside it."""
+"""File of the graph's weights, in the same directory."""
 PLAN_SUFFIX = ".engine"
 PLAN_NAME = f"rank0{PLAN_SUFFIX}"
 """TensorRT's serialized engine."""

@@ -155,9 +155,9 @@ def sweep(output: Path) -> None:
 
 
 def _lock(directory: Path) -> int | None:
-    """A descriptor that shows other processes, until it is closed or this one dies, that somebody works in there.
+    """A descriptor that shows other processes, until it is closed or this one dies, that the directory is in use.
 
-    None where somebody does already, where it is gone or another user's, or where the file system has no locks.
+    None where it is in use already, where it is gone or another user's, or where the file system has no locks.
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY)

@@ -2,7 +2,7 @@
 
 TensorRT updates nothing but keys and values in place. So a pass leaves its states in memory of their own, and a kernel
 copies them to the rows behind it. A pass of B rows copies what B rows keep, once. Two memories that take turns would
-need no copy. But a row that does not decode must keep its states while those beside it go on, and every captured round
+need no copy. But a row that does not decode must keep its states while other rows go on, and every captured round
 would be needed once for each turn.
 """
 

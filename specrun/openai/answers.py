@@ -56,7 +56,7 @@ class ResponseOptions(NamedTuple):
     echoes: bool = False
     """True if the text and its log-probabilities begin with the prompt."""
     shows_prompt_logprobs: bool = False
-    """True if the prompt's log-probabilities were asked for by themselves."""
+    """True if ``prompt_logprobs`` was given: the answer has those of the prompt in a field of their own."""
     drops_output: bool = False
     """True if no output is wanted (``max_tokens`` 0)."""
 

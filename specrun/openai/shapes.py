@@ -79,7 +79,7 @@ class ChoiceShape(Protocol):
         """What an update adds to a choice, in any number of chunks."""
 
     def more(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """What a whole answer has beside its choices."""
+        """Fields of a whole answer except its choices."""
 
 
 def whole_answer(shape: ChoiceShape, answers: Sequence[Answer], n: int, head: Head) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Request(Checked):
     use_logits: bool | None = None
     """Modified rejection sampling instead of comparing tokens; None: as the decoder has it."""
     logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
-    """Log-probabilities of every committed token, and of this many likeliest ones beside it; None: of none."""
+    """Log-probabilities of every committed token, and of this many likeliest ones at its position; None: of none."""
     prompt_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
     """Log-probabilities of the prompt's tokens, and of this many likeliest ones beside each; None: of none."""
     reuse_blocks: bool = True
@@ -87,7 +87,7 @@ class Request(Checked):
     grammar: Grammar | None = None
     """Grammar that the output must follow. The output ends when nothing more may follow."""
     expected_calls: ExpectedCalls | None = None
-    """Calls of tools that the text may hold; whoever answers reads them."""
+    """Calls of tools that the text may contain; the server parses them."""
     has_logits_processors: bool = field(init=False)
     """True if its logits are changed before they become a distribution."""
     matcher: Matcher | None = field(init=False)

@@ -1,4 +1,4 @@
-"""What is new of a request, as values: for whoever may not read the request itself while a step runs."""
+"""Updates of a request as values, for threads that may not read the request while a step runs."""
 
 from __future__ import annotations
 

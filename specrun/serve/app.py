@@ -93,7 +93,7 @@ class _AccessMiddleware:
                     state["key"] = self._admit(headers)
             except ApiError as refusal:
                 if not is_spare:
-                    refusal.headers["Connection"] = "close"  # Or a body that nobody wants would be read to its end.
+                    refusal.headers["Connection"] = "close"  # Or an unused body would be read to its end.
                 await _answer(refusal)(scope, receive, send_with_id)
                 return
             await self._app(scope, receive, send_with_id)

@@ -73,7 +73,7 @@ class Generation:
             yield number, update
 
     def _receive(self, number: int, update: Update) -> None:
-        """Count an update, in the event loop. Work counts even if nobody listens any more."""
+        """Count an update, in the event loop. Work counts even if the client has left."""
         now = time.perf_counter()
         if count := len(update.token_outputs):
             before = self._last[number]
@@ -92,7 +92,7 @@ class Generation:
             self._end_unread()
 
     def _end_unread(self) -> None:
-        """End all requests, and forget what nobody has read but one update, which wakes the reader."""
+        """End all requests, and drop all unread updates but one, which wakes the reader."""
         while self._updates.qsize() > 1:
             self._updates.get_nowait()
         if self._submission:

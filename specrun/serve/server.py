@@ -121,7 +121,7 @@ class _Server(uvicorn.Server):
     @contextmanager
     @override
     def capture_signals(self) -> Iterator[None]:
-        """Obey a terminal that closes as well, unless whoever started the server does not want that (nohup)."""
+        """Obey a terminal that closes as well, unless the server was started with nohup."""
         with super().capture_signals():
             before = signal.getsignal(signal.SIGHUP)
             if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():

@@ -126,7 +126,7 @@ class ResponseThread:
                     self._open.discard(response)
 
     def _do_all(self) -> bool:
-        """Wait for work, for a while if there are responses to attend to, and do all there is. False at the end."""
+        """Wait for work, for a while if there are responses to attend to, and do all waiting work. False at the end."""
         try:
             work = self._work.get(timeout=CANCEL_SECONDS if self._open else None)
             while work:

@@ -106,7 +106,7 @@ class ParsedRequest:
 
 
 def read_inputs(tensors: Mapping[str, Array], parameters: Iterable[str] = ()) -> ParsedRequest:
-    """What ``tensors`` ask for. parameters: names of what came beside them. Raises RequestError, naming the input."""
+    """What ``tensors`` ask for. parameters: names of other parameters. Raises RequestError, naming the input."""
     _refuse_parameters(parameters)
     values = {name: _value(name, array) for name, array in tensors.items()}
     given = [name for name in ("text_input", "input_ids") if name in values]

@@ -385,7 +385,7 @@ def test_control_masks_that_do_not_know_the_drafts_are_seen(
 def test_drafts_that_complete_a_text_whose_end_is_forbidden(
     tables: tuple[Path, Path], letters: list[Grammar], tmp_path: Path
 ) -> None:
-    """Behind them nothing may follow, the end-of-text id included; the round's own token there is of no account."""
+    """Behind them nothing may follow, the end-of-text id included; the round's own token there is ignored."""
     save_tokenizer(tmp_path)
     ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab()
     params = SamplingParams(logit_bias={0: -math.inf, **{ids[letter]: 50.0 for letter in "abcdef"}})

@@ -41,7 +41,7 @@ _LAUNCHERS_CAUSE = re.compile(r"\[mpiexec@.*?\): (.*)")
 _CAUSES = ("Fatal Python error: ", "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: ")
 """Prefixes of lines that say why a rank has ended: its own, where a signal does not kill it at once, and MPICH's."""
 _SENT = ("Killed", "Terminated", "Hangup", "Interrupt")
-"""MPICH's names of signals that somebody has sent. A rank may have written why before these, not before others."""
+"""MPICH's names of signals that another process has sent. A rank may have written why before these, not others."""
 _SHARED_MEMORY, _SHARED_BYTES = "/dev/shm", 2 << 20
 """File system of MPICH's shared memory, and bytes that suffice for each rank: it takes 1.1 MB."""
 _HOW = "pip install mpi4py mpich"
@@ -67,7 +67,7 @@ class RankGroup:
         command = [_mpiexec(), *_placed(hosts), "-n", str(ranks)]
         command += [sys.executable, "-P", "-X", "faulthandler", "-m", "specrun.backends.cpu_ranks.process"]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (It is open as long as they run.)
-        # Only this user may enter the folder, and nobody needs it once all ranks are connected.
+        # Only this user may enter the folder, and it is not needed once all ranks are connected.
         with tempfile.TemporaryDirectory(prefix="specrun-") as folder:
             try:
                 listener, address = listen(folder, hosts[0] if hosts else None)

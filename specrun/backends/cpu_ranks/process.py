@@ -200,7 +200,7 @@ def _require_same(ranks: int, config: EngineConfig, message: dict[str, Any]) -> 
 
 
 def _unlink_mpi_memory() -> None:
-    """Remove the names of MPICH's shared memory, which all ranks have mapped: nobody does where a rank is killed.
+    """Remove the names of MPICH's shared memory, which all ranks have mapped: MPICH does not where a rank is killed.
 
     What stays there fills /dev/shm, and then ranks end with a bus error.
     """

@@ -24,7 +24,7 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self.new: list[Place] = []
-        """Memory that nobody was told of yet, in the order in which it was made."""
+        """Memory not announced yet, in the order in which it was made."""
         self._owned: list[int] = []
 
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
