@@ -1,4 +1,4 @@
-"""JSON files that somebody else wrote."""
+"""JSON files of other tools."""
 
 from __future__ import annotations
 

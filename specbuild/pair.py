@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _NOT_VERIFIED = "not-verified"
 """A file beside an engine that was built of a conversion that nothing was compared with."""
 MAX_SEQ_LEN = 4096
-"""Of engines, where the models have more positions."""
+"""Default for engines of models with more positions, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PairRequest:
     chat_template: str | None = None
     """A file that replaces the target's own template in chats. It is in no engine."""
     check: Check = "quick"
-    """Which files of engines that are there are compared with their checksums."""
+    """Choice of the files of existing engines to compare with their checksums."""
 
 
 class Pair:

@@ -39,7 +39,7 @@ class Limit(NamedTuple):
     """Which values of a type may be given. In ``Annotated`` it limits the field of a ``Checked`` dataclass."""
 
     expected: str
-    """What a message says is expected."""
+    """Description of valid values, for messages."""
     holds: Callable[[Any], bool]
 
     def check(self, name: str, value: _T) -> _T:
@@ -157,7 +157,7 @@ text = instance_of(str, "a text")
 json_object: Callable[[str, Any], Mapping[str, Any]] = Limit(
     "an object", lambda value: isinstance(value, Mapping)
 ).check
-"""What JSON calls an object."""
+"""Check for a value that JSON calls an object."""
 
 
 def optional_text(name: str, value: Any) -> str | None:

@@ -27,9 +27,9 @@ class BuildOptions:
     """How checkpoints become engines. The names are those of ``specbuild``'s options."""
 
     qformat: str = "auto"
-    """Of both models, and of a head where the format is one of integers."""
+    """Weight format of both models, and of a head if it is an integer format."""
     kv_cache_dtype: CacheForm = "auto"
-    """Of both models, on CPUs."""
+    """Cache format of both models, on CPUs."""
     max_batch_size: int = 4
     """Most texts in a batch."""
     max_seq_len: int | None = None
@@ -37,7 +37,7 @@ class BuildOptions:
     max_draft_len: int = 10
     """Most draft tokens that the target checks in one pass."""
     draft_vocab_size: int | None = None
-    """How many tokens of its vocabulary a draft model drafts. None: all."""
+    """Number of tokens of its vocabulary that a draft model drafts. None: all."""
     verify: bool = True
     """Compare what is converted with the Hugging Face model. It takes seconds, and time in proportion to the model."""
     tp_size: int = 1
@@ -58,7 +58,7 @@ _WEIGHTS = (".safetensors", ".gguf")
 """Ends of names of files with weights."""
 
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(/.+\.gguf)?", re.ASCII)
-"""What may be a Hub ID, perhaps with a file."""
+"""Pattern of a Hub ID, perhaps with a file."""
 
 
 def is_checkpoint(model: str | Path) -> bool:

@@ -70,7 +70,7 @@ class DraftTargetConfig(Checked):
     """Raise an error where texts are not the target's own to the byte, whatever the draft, the batch and what is
     cached: there rounding may decide between two tokens that are about equally good."""
     check: Check = "quick"
-    """Which files of an engine are compared with their checksums when it is opened. quick: those that were changed, by
+    """Choice of an engine's files to compare with their checksums when it is opened. quick: those that were changed, by
     their sizes and time stamps, since the checksums were taken. full: all."""
     draft: Annotated[DraftKind | None, draft_kind] = None
     """What drafts without a draft engine. suffix: what followed the text's last tokens where they came before in it or

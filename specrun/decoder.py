@@ -23,7 +23,7 @@ from specrun.request.options import Keywords, RequestOptions, combine
 from specrun.request.request import Request, TokenOutput
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
-from specrun.scheduler.kept_plans import KeptPlans
+from specrun.scheduler.plan_cache import PlanCache
 from specrun.scheduler.round_times import ExpectedTimes, expected_by_passes
 from specrun.scheduler.scheduler import Event, Scheduler
 from specrun.speculative.exactness import Exactness
@@ -127,7 +127,7 @@ class SpeculativeDecoder:
         name = " and ".join(str(directory) for directory in (target_dir, draft_dir) if directory)
         return cls(
             rounds,
-            KeptPlans(lengths),
+            PlanCache(lengths),
             engine.config,
             rows,
             tokenizer_dir,
@@ -287,7 +287,7 @@ def check_pair(
     """
     target = _open("target", target_dir, config.target_devices, config.check, config.rank_hosts)
     if target.config.graph.is_head:
-        raise PairError(f"{target_dir}: is a draft head; give it with --draft_engine_dir, beside its target")
+        raise PairError(f"{target_dir}: is a draft head; give it with --draft_engine_dir, together with its target")
     if draft_dir is None:
         draft_len = check_draft_len(target_dir, target.config, config.fixed_draft_len) if config.draft else 0
         return target, None, draft_len
@@ -343,7 +343,7 @@ def _open(
 
 
 def _expected_times(rounds: AnyRound, config: DraftTargetConfig) -> Callable[[int], ExpectedTimes] | None:
-    """What rounds of so many rows take, by the passes of the engines. None: nobody asks, or they were not timed."""
+    """What rounds of so many rows take, by the passes of the engines. None if not needed, or if they were not timed."""
     draft_len = rounds.max_draft_len
     if not draft_len or config.fixed_draft_len is not None or not (times := rounds.pass_times()):
         return None

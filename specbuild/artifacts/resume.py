@@ -47,14 +47,14 @@ class Part:
 
     def __init__(self, save: Callable[[], None] = lambda: None) -> None:
         self.rows = 0
-        """That are done."""
+        """Number of finished rows."""
         self.state: dict[str, Any] = {}
-        """What came of them, as JSON holds it."""
+        """Results of the finished rows, as JSON values."""
         self._save = save
 
     @contextmanager
     def stage(self, stages: Stages, name: str, rows: int) -> Iterator[Advance]:
-        """The stage of the command that does what is left of ``rows``."""
+        """The stage of the command that does the remaining ``rows``."""
         if self.rows:
             stages.say(f"{name}: resumed after {self.rows} of {rows} rows")
         with stages.stage(name, rows - self.rows) as advance:
@@ -72,7 +72,7 @@ class Run:
 
     directory: Path
     made: Provenance
-    """What the command makes, of what."""
+    """Provenance of what the command makes."""
     parts: dict[str, Part] = field(default_factory=dict)
 
     @classmethod
@@ -142,7 +142,7 @@ class Run:
 def stopped_run(output: Path, resume: bool, force: bool) -> Run | None:
     """The run for ``output`` that is to go on.
 
-    Raises OutputExistsError where one has stopped and nobody said what to do about it, CheckpointError.
+    Raises OutputExistsError where one has stopped and no option says what to do about it, CheckpointError.
     """
     directory = checkpoint_of(output)
     if not (directory / PROGRESS_NAME).is_file():

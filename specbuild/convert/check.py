@@ -37,14 +37,14 @@ class Checked:
     family: str
     weights: Weights
     form: str
-    """Of its weights."""
+    """Format of its weights."""
     parameters: int
     vocab_size: int
     positions: int
     cache_bytes: int
-    """Of the keys and values of one token, in the model's dtype."""
+    """Bytes of the keys and values of one token, in the model's dtype."""
     state_bytes: int
-    """Of recurrent layers, for each text, however long."""
+    """Bytes of the recurrent layers' states of one text, whatever its length."""
     memory_to_convert: int
     """Bytes beyond Python with torch."""
     memory_to_run: int

@@ -20,7 +20,7 @@ from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME
 from specrun.engine_dir.directories import new_directory, require_free
 
 PACKAGES = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir")
-"""What a conversion needs."""
+"""Packages that a conversion needs."""
 
 
 def convert(options: ConvertOptions, stages: Stages | None = None) -> CheckpointConfig:

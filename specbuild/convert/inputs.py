@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _INPUTS = {"model", "revision", "head", "head_of", "draft_dir", "texts"}
 """Options that name what is read; it counts by its content."""
 _NOT_IN_FILES = {*_INPUTS, "output_dir", "resume", "force"}
-"""Those, and the ones that change nothing in the result."""
+"""Options that provenance leaves out: inputs, and options that do not change the result."""
 CONVERT, QUANTIZE = "specbuild convert", "specbuild quantize"
 PACKAGES = ("torch", "transformers", "onnx_ir", "safetensors", "tokenizers", "numpy")
-"""Whose releases decide what a conversion gives."""
+"""Packages whose releases the result of both commands depends on."""
 _PACKAGES_OF = {QUANTIZE: PACKAGES, CONVERT: (*PACKAGES, "onnx", "onnxscript")}
 
 

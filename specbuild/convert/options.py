@@ -26,9 +26,9 @@ class ConvertOptions:
     group_size: int | None = None
     exclude: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
-    """What keys and values are stored in; ``auto``: what is computed in."""
+    """Type that keys and values are stored in; ``auto``: the type of the computation."""
     texts: TextOptions = field(default_factory=TextOptions)
-    """What scales are calibrated on: of 8-bit caches, and in formats whose inputs have fixed ones."""
+    """Texts to calibrate scales on: of 8-bit caches, and of inputs in formats that fix them."""
     dequantize: bool = False
     """Take quantized weights as dense ones."""
     text_model: bool = False

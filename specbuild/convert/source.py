@@ -36,16 +36,16 @@ class Source:
     hf_config: PreTrainedConfig
     files: Weights
     scheme: Scheme | None
-    """How its weights are quantized already."""
+    """Scheme by which its weights are quantized already; None: they are dense."""
     max_seq_len: int
     recipe: Recipe | None
-    """How its dense weights are to be quantized."""
+    """Recipe by which its dense weights are to be quantized; None: they are not."""
     kv_cache: CacheCode | None
-    """What keys and values are to be stored in."""
+    """Code that keys and values are to be stored in; None: the type of the computation."""
     texts: Texts | None
-    """What is calibrated on; None: nothing is to be calibrated."""
+    """Calibration texts; None if nothing is to be calibrated."""
     head: Head | None
-    """Whose features the model is to write; or what is converted, where this is its target."""
+    """Draft head: the one that the model is to write features for, or the one that is converted for this target."""
 
 
 def read_source(options: ConvertOptions, directories: Mapping[str, Path], stages: Stages) -> Source:
@@ -115,7 +115,7 @@ class Layout(NamedTuple):
     model: PreTrainedModel
     weights: dict[str, Weight]
     tensors: dict[str, Reader]
-    """Of the files, by their names there."""
+    """Readers of the tensors in the files, by their names there."""
 
 
 def lay_out(source: Source, options: ConvertOptions) -> Layout:

@@ -99,9 +99,9 @@ class _Walk:
         self.info, self.reference, self.rounding = info, reference, rounding
         self.tokens = np.arange(info.vocab_size) if tokens is None else tokens
         self.values: list[dict[str, npt.NDArray[Any]]] = []
-        """Of each step: what pieces that ran have left for the others."""
+        """Values that pieces which ran have left for later pieces, one dict for each step."""
         self.starts: list[npt.NDArray[np.int64]] = []
-        """Of each step: how many of each row's tokens were read before."""
+        """Number of tokens read before each step, [B] for each step."""
         self.features: Floats | None = None
         """[B, 1, length, width]: what the steps have written, where it is to be compared."""
         done = read = np.zeros(len(reference.tokens), np.int64)

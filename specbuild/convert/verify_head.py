@@ -29,7 +29,7 @@ from specrun.errors import VerificationError
 _ROWS = (9, 5)
 """Tokens of each text."""
 _FIRST = (4, 2)
-"""So many of them are read first."""
+"""Number of these tokens that the first pass reads."""
 _STEPS = 3
 """Drafts behind the last token of each text."""
 _LENGTH = 16

@@ -36,7 +36,7 @@ class Prepared:
     eos_token_ids: list[int]
     pretrained_config: dict[str, Any]
     notes: list[str]
-    """For people."""
+    """Notes for the user, in sentences."""
     export: Callable[[], ir.Model]
     """Makes the graph. Its weights are placeholders of the names in ``weights``, behind ``PREFIX``."""
     weights: Mapping[str, Weight]
@@ -47,7 +47,7 @@ class Prepared:
     verify: Callable[[Path], float] | None = None
     """The largest difference of the graph's logits. Raises VerificationError. None: it is not verified."""
     compared: str = ""
-    """What ``verify`` compares beyond a text's beginning."""
+    """Name of what ``verify`` compares beyond a text's beginning."""
     write_others: Callable[[Path], list[str]] = lambda _work: []
     """Writes further files into a directory; returns their names."""
 

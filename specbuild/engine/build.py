@@ -90,7 +90,7 @@ def _load_compilers(engines: list[EngineOptions]) -> None:
 def _needed_space(plans: list[EnginePlan]) -> dict[Path, int]:
     """About how many bytes the engines will take beside each other in every directory, and their building."""
     needs: dict[Path, int] = {}
-    largest: dict[Path, int] = {}  # What one build takes beside its engine: they run one after the other.
+    largest: dict[Path, int] = {}  # Memory of one build in addition to its engine: builds run one after the other.
     for plan in plans:
         place = plan.options.output_dir.absolute().parent
         needs[place] = needs.get(place, 0) + disk_bytes(plan)

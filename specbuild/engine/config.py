@@ -22,7 +22,7 @@ DEFAULT_INPUT_LEN, DEFAULT_SEQ_LEN = 3200, 4800
 
 
 class EngineOptions(Strict):
-    """One engine to build, as asked for; None means that nobody asked."""
+    """One engine to build, as the options say; None means that an option is not set."""
 
     checkpoint_dir: Path
     output_dir: Path

@@ -17,7 +17,7 @@ _COMPILES = {
     "tensorrt": "TensorRT's builder, which times kernels for every profile",
     "tensorrt_rtx": "TensorRT-RTX's builder, once for all compute capabilities; kernels are compiled when it is run",
 }
-"""What the time goes into. How long that takes depends on the machine, and nobody knows before it was tried there."""
+"""Slowest part of a build, by backend. Its time depends on the machine and is not estimated."""
 
 
 def describe_plan(plan: EnginePlan) -> str:
@@ -41,7 +41,7 @@ def describe_plan(plan: EnginePlan) -> str:
         f"{human_bytes(_free_disk(options.output_dir))} are free",
         "memory to build": f"up to about {human_bytes(build_memory(plan))}{free}",
         "memory to run": f"{human_bytes(weight_bytes(plan))} weights, {human_bytes(cache_bytes(plan))} KV cache for "
-        f"{build.max_batch_size} rows at their longest; beside it the prefix cache and what is computed in",
+        f"{build.max_batch_size} rows at their longest; in addition the prefix cache and what is computed in",
         **_ranks(plan),
         "time": f"not known before it was tried; it goes into {_COMPILES[plan.backend]}",
         **{f"note {number}": note for number, note in enumerate(plan.notes, 1)},

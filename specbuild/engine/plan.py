@@ -40,7 +40,7 @@ class EnginePlan:
     device: Literal["cpu", "cuda"]
     compiler: Compiler
     reason: str
-    """Of the backend."""
+    """Reason for the choice of the backend."""
     notes: list[str]
     provenance: Provenance
     is_there: bool = False

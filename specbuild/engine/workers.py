@@ -75,7 +75,7 @@ def _away_from_working_directory() -> Iterator[None]:
 
 
 _stop: Event | None = None
-"""In a worker: set once the command was interrupted, so that what was waiting is not begun."""
+"""Event of a worker process; set once the command was interrupted, so that waiting work is not begun."""
 
 
 def _start_worker(stop: Event, load: Callable[[], object]) -> None:

@@ -96,7 +96,7 @@ class ScatterLayer(CacheLayerMixin):
 
 
 class ScatterAndRecurrentLayer(RecurrentLayer, ScatterLayer):  # type: ignore[override]
-    """A layer with both: attention and a recurrent part beside it (Falcon-H1)."""
+    """A layer with both: attention and a recurrent part in parallel (Falcon-H1)."""
 
     def __init__(self, states: RecurrentStates, *attention: Any) -> None:
         """attention: as ``ScatterLayer`` takes it."""

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 _aten: Any = torch.ops.aten
 _CASTS = {_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device}
 _FOR_GRADIENTS = {_aten.detach.default, _aten.detach_.default}
-"""They pass their input on."""
+"""Operators that only pass their input on."""
 _SYNONYMS = {_aten.__and__.Tensor: _aten.bitwise_and.Tensor, _aten.__or__.Tensor: _aten.bitwise_or.Tensor}
 _IN_PLACE = {
     _aten.add_.Tensor: _aten.add.Tensor,
@@ -29,7 +29,7 @@ _IN_PLACE = {
 }
 """Operators that write to their first input, and those that yield what the others write."""
 _DROPPED = {_aten._assert_tensor_metadata.default}
-"""What ``torch.onnx`` leaves out."""
+"""Operators that ``torch.onnx`` leaves out."""
 _OF_ONNX = {"onnx", "onnx_symbolic"}
 """Namespaces of operators that are ONNX's already."""
 

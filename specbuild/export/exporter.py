@@ -204,7 +204,7 @@ def _implementation(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _bare_traces() -> Iterator[None]:
-    """While it is open, torch keeps no notes for debugging, and writes no code that nobody calls."""
+    """While it is open, torch keeps no notes for debugging, and writes no unused code."""
     before = getattr(torch.fx.config, "do_not_emit_stack_traces", False)  # Another release may not ask.
     torch.fx.config.do_not_emit_stack_traces = True  # Of each node, where its code stands.
     # The cache of what operators yield costs more than it saves where dimensions are symbols.

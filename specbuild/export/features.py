@@ -25,7 +25,7 @@ from specrun.errors import CheckpointError, UnsupportedModelError
 _FINAL = -1
 """Number that stands for the model's last state, behind its final norm, in place of a layer's."""
 _FUSED = {"eagle3": ("fc.weight", "fc_norm.", "input_norm."), "dflash": ("fc.weight", "hidden_norm.")}
-"""How the names of a head's tensors begin that are on the target's side, by its kind."""
+"""Prefixes of the names of a head's tensors that belong to the target's graph, by kind of head."""
 PREFIX = "fusion."
 """Prefix of the names of its weights in a target's graph."""
 

@@ -30,7 +30,7 @@ class ModelMemory:
     attending: list[int]
     """The layers of those keys and values."""
     states: list[StateTensor]
-    """Of recurrent layers."""
+    """State tensors of recurrent layers."""
 
 
 class _WithoutProducts(TorchFunctionMode):

@@ -24,7 +24,7 @@ from specrun.engine_dir.cache_tensors import StateTensor
 from specrun.errors import UnsupportedModelError
 
 L2_EPSILON = 1e-6
-"""That of transformers' delta rules, which normalize queries and keys."""
+"""Epsilon of the L2 norm of queries and keys in transformers' delta rules."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class RecurrentStates:
     """What one layer keeps: its tensors as the pass finds them, and as it leaves them."""
 
     progress: Progress | None
-    """None: a trial run, which only notes what tensors there are."""
+    """Inputs with each row's progress; None in a trial run, which only records the tensors."""
     past: dict[str, torch.Tensor] = field(default_factory=dict)
     """The graph's inputs, by part."""
     present: dict[str, torch.Tensor] = field(default_factory=dict)
     """The graph's outputs, by part."""
     tensors: list[StateTensor] = field(default_factory=list)
-    """What a trial run has noted."""
+    """Tensors that a trial run has recorded."""
     layer: int = 0
-    """Its number, for what is noted."""
+    """Number of the layer, for the recorded tensors."""
     convolutions: int = 0
-    """How many were computed so far in this pass."""
+    """Number of convolutions computed so far in this pass."""
 
     @property
     def has_state(self) -> bool:
@@ -116,7 +116,7 @@ class RecurrentStates:
 
 
 _active: list[RecurrentStates] = []
-"""Of the layer that runs now. transformers' functions are not told which one calls them."""
+"""States of the layer that runs now, if any. transformers' functions are not told which layer calls them."""
 
 
 class RecurrentLayer(LinearAttentionCacheLayerMixin):
@@ -237,7 +237,7 @@ SWAPS: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
 }
-"""What functions of transformers' modelling files are replaced by."""
+"""Replacements of functions of transformers' modelling files, by name."""
 
 
 @contextmanager

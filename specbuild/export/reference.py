@@ -63,7 +63,7 @@ class Reference:
     start: int = 0
     """Positions before the first token, whose keys and values are made up: see ``made_up_cache``."""
     windows: tuple[int, ...] = ()
-    """How far back layers look, where not at everything."""
+    """Sizes of the attention windows of layers that have one, in tokens."""
     features: Floats | None = None
     """[B, S, width] for a head; None: not looked at."""
 
@@ -183,7 +183,7 @@ _SHAPES = {
     *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex")),
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "device", "is_meta", "requires_grad")),
 }
-"""What may be asked of a weight without reading it."""
+"""Functions of a weight that do not read its numbers."""
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _DTYPE = getattr(torch.Tensor, "dtype").__get__  # noqa: B009 (mypy takes it for a dtype)
 

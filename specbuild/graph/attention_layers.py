@@ -25,7 +25,7 @@ class AttentionLayer(NamedTuple):
     mask: ir.Value
     """bool [B, 1, S, S_max]: True where a key is seen."""
     scale: float | None = None
-    """None: 1 / sqrt(D)"""
+    """Factor of the scores; None: 1 / sqrt(D)."""
     softcap: float = 0.0
     """Scores become softcap * tanh(score / softcap); 0: they stay."""
     sinks: ir.Value | None = None

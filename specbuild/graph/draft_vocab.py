@@ -17,7 +17,7 @@ from specbuild.graph import ops as graphs
 from specrun.errors import UnsupportedModelError
 
 _ELEMENTWISE = {"Add", "Cast", "Div", "Mul", "Tanh"}
-"""What may stand between the last product and the logits."""
+"""Operators that may stand between the last product and the logits."""
 
 Tokens = npt.NDArray[np.int64]
 

@@ -110,7 +110,7 @@ def leave_writing_to_caller(model: ir.Model, cache_length: int) -> int:
     """Let the graph read an 8-bit cache and give the codes of new positions alone, in place of a cache with them.
 
     For runtimes that update no 8-bit cache in place. Attention sees the old keys and behind them the new ones, under a
-    mask over both; ``present`` becomes [B, heads, S, head_dim], and whoever calls writes it at ``write_indices``.
+    mask over both; ``present`` becomes [B, heads, S, head_dim], and the caller writes it at ``write_indices``.
     Returns how many tensors the cache has. Raises BuildError where attention is spelled out: its mask is not found.
     """
     updates = cache_updates(model)

@@ -18,9 +18,9 @@ class Mixture:
     """The nodes of one dense mixture of E experts."""
 
     nodes: Sequence[ir.Node]
-    """Those that compute the experts' weighted results [E, T, H], in order."""
+    """Nodes that compute the experts' weighted results [E, T, H], in order."""
     sum: ir.Node
-    """Adds the results up: [T, H]."""
+    """Node that adds the results up: [T, H]."""
 
     @property
     def states(self) -> ir.Value:

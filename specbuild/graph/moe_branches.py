@@ -62,7 +62,7 @@ def _is_used(made: Tape, mixture: Mixture) -> ir.Value:
 
 
 _READS = ("Cast", "DequantizeLinear")
-"""What stands between a stored weight and its product."""
+"""Operators between a stored weight and its product."""
 
 
 def _is_stored(value: ir.Value) -> bool:

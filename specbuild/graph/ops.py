@@ -15,7 +15,7 @@ import onnx_ir as ir
 BATCH, SEQUENCE, KEPT, CACHE = "batch", "sequence", "logits", "cache_length"
 
 FOR_COMPILERS = "specbuild."
-"""How the names of metadata begin that compilers read."""
+"""Prefix of the names of metadata that compilers read."""
 FLOAT4_INPUT = f"{FOR_COMPILERS}float4_input_scale"
 """Metadata of a product whose input TensorRT may round to float4, which has no standard ONNX form: the scale that is
 multiplied by those of every 16 values."""

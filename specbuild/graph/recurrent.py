@@ -22,9 +22,9 @@ CONVOLUTION = "CausalConvolution"
 RULES = {"gated_delta": "GatedDeltaAttention", "gated": "GatedAttention"}
 """The function of each ``update_rule`` of the operator LinearAttention."""
 _OPSET = 27
-"""The one that has LinearAttention."""
+"""Opset that has LinearAttention."""
 _OPSET_OF_OTHERS = 24
-"""That of a checkpoint's other operators."""
+"""Opset of a checkpoint's other operators."""
 
 
 class Operators(Enum):
@@ -32,7 +32,7 @@ class Operators(Enum):
 
     STANDARD = f'"" : {_OPSET}'
     LOOP = f'"" : {_OPSET_OF_OTHERS}'
-    """Without LinearAttention."""
+    """Operators without LinearAttention: a loop over the tokens."""
     ONNX_RUNTIME = f'"" : {_OPSET_OF_OTHERS}, "com.microsoft" : 1'
     """ONNX Runtime 1.31 has LinearAttention as an operator of its own, and takes no newer opset than 26."""
 
@@ -52,7 +52,7 @@ _BEGIN = """
     kept = Sub (keep_indices, state_indices)
     kept_rows = Unsqueeze (kept, axis)
 """
-"""What both functions begin with. past: what is kept of tokens. new: what a pass brings."""
+"""Beginning of both functions. past: what is kept of tokens. new: what a pass brings."""
 
 _END = """
     behind = Sub (num_slots, first_new)
@@ -66,7 +66,7 @@ _END = """
     index = Unsqueeze (within, last_axis)
     {present} = GatherND <batch_dims: int = 1> (all, index)
 """
-"""What both end with: of ``all``, the kept tokens and then the new ones, those from ``keep_indices`` on are left.
+"""End of both functions: of ``all``, the kept tokens and then the new ones, those from ``keep_indices`` on are left.
 
 first_new: where the new ones would stand among the kept ones.
 """

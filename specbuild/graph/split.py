@@ -95,7 +95,7 @@ class _Slice(NamedTuple):
     first: int
     last: int
     nodes: list[ir.Node]
-    """They make numbers of codes."""
+    """Nodes that dequantize the slice."""
     weight: ir.Value
 
 

@@ -68,7 +68,7 @@ class DFlashHead(LayerHead):
     sample_from_anchor: bool
     """True if the place of the last committed token drafts the first token; else the first mask does."""
     markov_rank: int
-    """0: no Markov head."""
+    """Rank of the Markov head; 0: there is none."""
     has_confidence: bool
     confidence_inputs: int
     """Numbers that the confidence head reads: the last state, and W1 of the token before, where it does."""

@@ -100,7 +100,7 @@ class _Contract(Contract):
 
 
 def _slot(states: torch.Tensor, number: int) -> torch.Tensor:
-    """One of ``states`` [B, K, H], or none where there are no more: a head whose logits nobody wants costs nothing."""
+    """One of ``states`` [B, K, H], or none where there are no more: a head whose logits are not used costs nothing."""
     bounds = tuple(torch.tensor([value]) for value in (number, number + 1, 1))
     shape = (states.shape[0], 1, states.shape[2])
     return symbolic("Slice", (states, *bounds), dtype=states.dtype, shape=shape, version=13)

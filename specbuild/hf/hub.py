@@ -44,7 +44,7 @@ class Repository:
     name: str
     revision: ResolvedRevision
     directory: Path
-    """Its snapshot in the cache, which may lack weights."""
+    """Snapshot of the repository in the cache; it may lack weights."""
     sizes: dict[str, int]
     """Bytes of its files, without those in folders."""
 

@@ -24,7 +24,7 @@ from specrun.errors import CheckpointError
 _FIRST = 1 << 17
 """Bytes that most headers fit in."""
 _WITH_VALUES = re.compile(r"\.(?:weight_shape|g_idx|weight_g_idx|quant_state\.bitsandbytes__\w+)$")
-"""Ends of the names of tensors whose values say what form a quantized weight has."""
+"""Ends of the names of tensors whose values say what format a quantized weight has."""
 _AT_ONCE = 8
 
 

@@ -1,7 +1,7 @@
 """The language model inside a multimodal model, as a causal language model of its own: ``convert --text_model``.
 
 transformers' own tables say which stored tensors the whole model's weights are made of. Those of its language model
-get the names that the family of that has by itself.
+get the names of that model's own family.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _with_plain_positions(inside: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def text_tensors(directory: Path, inside: PreTrainedConfig, stored: dict[str, Reader]) -> dict[str, Reader]:
-    """What the language model's weights are made of, by the names that it has by itself.
+    """What the language model's weights are made of, by the names of its own family.
 
     directory: of the whole model; inside: what ``text_config`` gave; stored: the files' tensors.
     """

@@ -7,4 +7,4 @@ TESTED = (
     *("mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "opt", "phi", "phi3", "qwen2"),
     *("qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm"),
 )
-"""By ``model_type``, sorted."""
+"""Values of ``model_type``, sorted."""

@@ -26,7 +26,7 @@ from specbuild.weights.packed import Floats
 from specbuild.weights.packed_model import parameter_names
 
 _EXPONENT = 0.5
-"""Of the inputs' root mean square: half of the differences between channels goes to the weights."""
+"""Exponent of the inputs' root mean square: half of the differences between channels goes to the weights."""
 
 
 class NormReaders(TorchFunctionMode):

@@ -69,11 +69,11 @@ class LinearInputs(NamedTuple):
     """Inputs of one linear layer."""
 
     files: tuple[str, ...]
-    """Each of [n, K] in bfloat16."""
+    """Files of inputs, each [n, K] in bfloat16."""
     factors: tuple[float, ...] | None
     """[K]: inputs are to be divided by them; None: 1."""
     rounded: Path
-    """Where the layer's weight can be kept once it is rounded."""
+    """File in which the layer's weight can be kept once it is rounded."""
 
 
 def feedback(inputs: LinearInputs, channels: int, block: int) -> list[tuple[slice, torch.Tensor]]:

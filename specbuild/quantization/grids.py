@@ -19,9 +19,9 @@ _SIGNED_TRIED = (1.0, 0.9, 0.8, -1.1, -0.9)
 largest weight becomes 7, not -8."""
 _TRIED = (1.0, 0.95, 0.9, 0.85, 0.8)
 _FITS = 2
-"""How often minima and scales are fitted to the codes that they give."""
+"""Number of times that minima and scales are fitted to their codes."""
 LARGEST_CODE = 127
-"""Of scales and minima."""
+"""Largest int8 code of scales and minima."""
 
 Fitted = tuple[torch.Tensor, torch.Tensor]
 """Scales and minima of groups [N, G]."""

@@ -20,7 +20,7 @@ _CODES = {"int8": ir.DataType.INT8, "float8": ir.DataType.FLOAT8E4M3FN}
 """The type of an input's codes."""
 
 _TABLE = ".embedding"
-"""How names of a quantized embedding's tensors go on, which a head that is tied to it reads too."""
+"""Suffix of the names of a quantized embedding's tensors, which a head that is tied to it reads too."""
 
 
 class WeightedMatMul(NamedTuple):
@@ -205,7 +205,7 @@ class _Builder:
         return self.node("DequantizeLinear", found, unit, dtype=unit.dtype, **attributes)
 
     def dequantized_experts(self, experts: Sequence[Packed]) -> ir.Value:
-        """Stacked experts [E, K, N] of one form behind DequantizeLinear, blocks along K, in the graph's dtype."""
+        """Stacked experts [E, K, N] of one format behind DequantizeLinear, blocks along K, in the graph's dtype."""
         first, (inputs, channels) = experts[0], experts[0].shape
         block = first.block or inputs
         groups = [-(-inputs // block), channels]

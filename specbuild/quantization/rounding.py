@@ -23,7 +23,7 @@ from specbuild.quantization.recipe import CodeForm as CodeForm
 _AT_A_TIME, _AT_A_TIME_WITH_FEEDBACK = 1 << 18, 1 << 22
 """Elements that are rounded at a time. With feedback channels are rounded one by one, so there are more of them."""
 _LEAST_SQUARE = 1e-3
-"""What every channel counts at least, by the mean: another text may use a channel that this one does not."""
+"""Smallest weight of a channel, as a share of the mean: another text may use a channel that this one does not."""
 FLOAT8_MAX, FLOAT4_MAX = 448.0, 6.0
 _FLOAT4_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _FLOAT4_BOUNDS = (_FLOAT4_MAGNITUDES[1:] + _FLOAT4_MAGNITUDES[:-1]) / 2

@@ -40,11 +40,11 @@ class StoredLinear:
     """A weight that is stored quantized."""
 
     parameter: str
-    """Its name in the model."""
+    """Name of the parameter in the model."""
     module: str
     """The name that the files give its module."""
     expert: int | None = None
-    """Which of stacked experts it is, or is a part of."""
+    """Index of the stacked expert that the weight is, or is a part of; None: it is no expert's."""
     channels: tuple[int, int] | None = None
     """The expert's output channels that it has; None: all."""
 
@@ -57,7 +57,7 @@ class StoredLinear:
 
 
 StoredLinears = dict[str, list[StoredLinear]]
-"""What is stored quantized, by the names of the original's tensors; of stacked experts each by itself."""
+"""Weights that are stored quantized, by the names of the original's tensors; one entry for each stacked expert."""
 
 
 def stored_linears(
@@ -75,7 +75,7 @@ def stored_linears(
             continue
         if isinstance(owner, Conv1D):
             raise UnsupportedModelError(
-                f"{source}: {module} keeps its weight transposed (Conv1D), which compressed-tensors has no form for; "
+                f"{source}: {module} keeps its weight transposed (Conv1D), which compressed-tensors has no format for; "
                 "specbuild convert --qformat quantizes it on the way to ONNX"
             )
         if len(shared[id(parameters[parameter])]) > 1:

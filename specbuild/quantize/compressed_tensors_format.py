@@ -64,7 +64,7 @@ def _weight(packed: Packed) -> Tensors:
                 "weight_shape": torch.tensor([channels, inputs]),
             }
         case other:
-            raise ValueError(f"codes in {other.name} have no form in compressed-tensors")
+            raise ValueError(f"codes in {other.name} have no format in compressed-tensors")
 
 
 def _input(packed: Packed) -> Tensors:

@@ -71,7 +71,7 @@ class Quantizable(NamedTuple):
     meta_model: MetaModel
     linears: StoredLinears
     texts: Texts | None
-    """What is calibrated and compared on."""
+    """Texts for calibration and comparison."""
     draft: Draft | None
 
 

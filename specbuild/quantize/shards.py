@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint, written tensor by tensor: shards of bounded size, and what stands beside them."""
+"""A Hugging Face checkpoint, written tensor by tensor: shards of bounded size, and the other files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specbuild.weights.lazy_tensors import DTYPES
 _ALIGNMENT = 8
 """Alignment of tensors in a file: readers want every number at a multiple of its size."""
 _ENTRY_BYTES = 192
-"""The most bytes of a shard's header that a tensor needs beside its name."""
+"""The most bytes of a shard's header that a tensor needs in addition to its name."""
 SHARD_BYTES = 5 << 30
 """A shard ends once it is this long."""
 _SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.txt", "tokenizer*", "LICENSE*")
@@ -30,7 +30,7 @@ class ShardWriter:
     def __init__(self, directory: Path, names: Iterable[str]) -> None:
         """names: of all tensors that may be written."""
         self.directory = directory
-        # Of the header only its length must be known; what is left of its room becomes spaces.
+        # Of the header only its length must be known; the rest of its room is filled with spaces.
         room = _ENTRY_BYTES + sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names)
         self._room = -(-room // _ALIGNMENT) * _ALIGNMENT
         self._shards: list[dict[str, Any]] = []

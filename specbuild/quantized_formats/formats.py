@@ -24,7 +24,7 @@ class Form:
     block: Block = CHANNEL
     symmetric: bool = True
     activation: Literal["int8", "float8", "float4"] | None = None
-    """How the checkpoint rounds the input of the linear layer. None: not at all."""
+    """Type that the checkpoint rounds the input of the linear layer to; None if it does not round it."""
     static: bool = False
     """The activation's scale stands in the checkpoint; otherwise every token has its own."""
     heads: int = 0

@@ -75,7 +75,7 @@ def packed_linears(model: Any, scheme: Scheme, weights: Mapping[str, Weight], no
 
 
 def _experts(reader: Reader, notes: list[str]) -> tuple[Packed, ...]:
-    """The weights of stacked experts, whose forms must be one; nothing where they stay dense."""
+    """The weights of stacked experts, whose formats must be the same; nothing where they stay dense."""
     sources = reader.experts() if isinstance(reader, Converted | Stacked) else []
     parts = [[own.packed for own in one if isinstance(own, PackedReader)] for one in sources]
     if not any(parts):

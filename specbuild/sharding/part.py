@@ -19,11 +19,11 @@ class Part:
     """The parts of one axis that the ranks have."""
 
     axis: int
-    """Counted from the end: -1 is the last one."""
+    """Number of the axis, counted from the end: -1 is the last one."""
     size: int
-    """Of the whole axis."""
+    """Size of the whole axis."""
     ranges: tuple[tuple[int, int], ...]
-    """Of each rank: the first index, and the one behind the last. Two ranks may have the same."""
+    """Range of each rank: first index, and the index after the last. Two ranks may have the same range."""
 
     def at(self, axis: int) -> Part:
         """The same of another axis."""

@@ -14,7 +14,7 @@ from specbuild.sharding.part import Part
 
 Sizes = list[int | None]
 CACHE = "past_key_values."
-"""How the names of caches begin."""
+"""Prefix of the names of caches."""
 
 
 class State(NamedTuple):
@@ -38,7 +38,7 @@ class Parts:
         self.rank = rank
         self._rules = rules
         self.gains = 0
-        """How many weights and caches have been cut."""
+        """Number of weights and caches that have been cut."""
         self._made: list[ir.Node] = []
         self._all_made: set[ir.Node] = set()
         self.known: dict[tuple[ir.Value, Part], ir.Value] = {}

@@ -1,4 +1,4 @@
-"""A draft beside its target: what is minimized, and how many of its tokens would stand."""
+"""A draft compared with its target: what is minimized, and how many of its tokens would stand."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Student(nn.Module, ABC):
     vocabulary: torch.Tensor | None = None
     """[V_draft] int64: the tokens that it may draft, ascending; None: all."""
     trained_drafts: int
-    """How many drafts of each origin are trained."""
+    """Number of drafts of each origin that are trained."""
 
     @property
     def fusion(self) -> Fusion | None:

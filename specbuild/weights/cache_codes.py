@@ -8,7 +8,7 @@ from specrun.errors import BuildConfigError
 
 CacheCode = Literal["int8", "float8_e4m3fn"]
 KV_CACHE_DTYPES: dict[str, CacheCode | None] = {"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"}
-"""What ``--kv_cache_dtype`` means; None: what is computed in."""
+"""Code of each ``--kv_cache_dtype``; None: the type of the computation."""
 LARGEST_CODE: dict[CacheCode, float] = {"int8": 127, "float8_e4m3fn": 448}
 
 

@@ -1,6 +1,6 @@
 """The layout of weights in specrun's own CPU operators: see ``Weight`` in ``matmul.h``.
 
-Columns are in strips of 16. A line of 64 bytes holds one input of a strip's columns in float32, 4 inputs in 8 bits
+Columns are in panels of 16. A line of 64 bytes holds one input of a panel's columns in float32, 4 inputs in 8 bits
 each, or 8 in 4 bits: the first four in the low half of each byte. Codes are unsigned, with 128 or 8 in the middle.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 COLUMNS = 16
-"""Of a strip."""
+"""Number of columns of a panel."""
 _LINE = 64
 _PART = 1024
 """Columns that are laid out at a time, so that no copies of a whole weight are made on the way."""
@@ -24,7 +24,7 @@ def line_inputs(bits: int) -> int:
 
 
 def packed_shape(rows: int, columns: int, bits: int) -> tuple[int, int, int]:
-    """[strips, lines, 64] of a weight of [K, N]."""
+    """[panels, lines, 64] of a weight of [K, N]."""
     return -(-columns // COLUMNS), -(-rows // line_inputs(bits)), _LINE
 
 
@@ -39,7 +39,7 @@ def pack_codes(codes: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
 
 
 def pack_floats(weight: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Numbers [K, N] as [strips, K, 16], with zeros behind the last column."""
+    """Numbers [K, N] as [panels, K, 16], with zeros behind the last column."""
     rows, columns = weight.shape
     packed = np.zeros((-(-columns // COLUMNS), rows, COLUMNS), np.float32)
     full = columns // COLUMNS
@@ -49,7 +49,7 @@ def pack_floats(weight: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def by_strips(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Scales or the like [blocks, N] as [strips, blocks, 16], with zeros behind the last column."""
+    """Scales or the like [blocks, N] as [panels, blocks, 16], with zeros behind the last column."""
     blocks, columns = values.shape
     padded = np.pad(values, ((0, 0), (0, -columns % COLUMNS)))
     return np.ascontiguousarray(padded.reshape(blocks, -1, COLUMNS).swapaxes(0, 1))

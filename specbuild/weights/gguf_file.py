@@ -39,11 +39,11 @@ class GgufTensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """As torch has it: the last axis lies together."""
+    """Shape in torch's order: the last axis is contiguous."""
     type: str
     """``F32``, ``Q4_K`` and so on."""
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def row_bytes(self) -> int:

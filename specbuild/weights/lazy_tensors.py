@@ -43,7 +43,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By the names that safetensors gives them."""
+"""Types of torch, by safetensors' names."""
 
 
 def give_back_freed_memory() -> None:

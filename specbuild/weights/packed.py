@@ -41,9 +41,9 @@ class Packed:
     block: int | None = None
     """Input channels that share a scale. None: all of them."""
     axis: int = 1
-    """Which axis has the output channels. 0: the weight is a table whose rows are looked up, an embedding [V, H]."""
+    """Axis of the output channels. 0: the weight is a table whose rows are looked up, an embedding [V, H]."""
     scale_units: ir.TensorProtocol | None = None
-    """What ``scales`` are to be multiplied by where they are float8 (NVFP4) or INT8 (GGUF's K formats): [], [N], or
+    """Factors of ``scales`` where these are float8 (NVFP4) or INT8 (GGUF's K formats): [], [N], or
     [K / unit, N] for units of several blocks, of a table [V, H / unit]."""
     activation: Activation | None = None
     channel_order: npt.NDArray[np.int64] | None = None
@@ -144,7 +144,7 @@ def shared_activation(parts: Sequence[Packed]) -> Activation | None:
 
 
 def side_by_side(parts: Sequence[Packed]) -> Packed | None:
-    """Weights of the same input as one weight, channels behind channels; None where their forms have no common one."""
+    """Weights of the same input as one weight, channels behind channels; None without a common format."""
     first, *others = parts
     if not others:
         return first

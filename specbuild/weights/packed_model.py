@@ -66,7 +66,7 @@ class PackedModel:
         return list({id(packed): packed for packed in every}.values())
 
     def forms(self) -> dict[str, int]:
-        """How many weights are stored in each form, as people call it."""
+        """Number of weights in each format, by its common name."""
         return dict(Counter(describe(packed) for packed in self.weights()))
 
     def activations(self) -> dict[str, Activation | None]:
@@ -76,7 +76,7 @@ class PackedModel:
 
 
 def describe(packed: Packed) -> str:
-    """The form of one weight, such as ``int4 in groups of 128``."""
+    """The format of one weight, such as ``int4 in groups of 128``."""
     form = packed.codes.dtype.name.lower()
     form = {"float8e4m3fn": "float8", "float4e2m1": "float4"}.get(form, form)
     form += f" in groups of {packed.block}" if packed.block else ""

@@ -32,7 +32,7 @@ class Batch:
         self._decoder = decoder
         self._questions = iter(questions)
         self._begun: list[tuple[Question, Sequence[Request]]] = []
-        """Those that have not ended."""
+        """Questions whose requests have not all ended, with their requests."""
 
     @property
     def requests(self) -> Iterator[Request]:
@@ -60,10 +60,10 @@ class Batch:
 
     def _begin(self, question: Question) -> None:
         """Let the decoder work on a question. Raises RequestError where it cannot be served."""
-        if isinstance(question.ask, RequestError):
-            raise question.ask
-        ask = question.ask
-        requests = self._decoder.requests(ask.prompts, ask.params, ask.options, n=ask.n)
+        if isinstance(question.parsed, RequestError):
+            raise question.parsed
+        parsed = question.parsed
+        requests = self._decoder.requests(parsed.prompts, parsed.params, parsed.options, n=parsed.n)
         for request in requests:
             if request.error:
                 raise request.error

@@ -18,18 +18,18 @@ from specrun.batch.lines import MAX_LINE_BYTES, Place, digest_of, is_failure, pl
 from specrun.errors import OutputExistsError, RequestError
 
 _BEGINNINGS = (b'{"id": ', b'{"line": ')
-"""Of answers."""
+"""Beginnings of the lines of answers."""
 
 
 class Line(NamedTuple):
     """A line of the questions that is not blank."""
 
     number: int
-    """From 1, blank lines included."""
+    """Line number from 1, blank lines included."""
     content: bytes
-    """Of one that is longer than MAX_LINE_BYTES, as much and one byte more."""
+    """Bytes of the line; of a longer one only the first MAX_LINE_BYTES + 1."""
     end: int
-    """Where the next line begins, in bytes."""
+    """Offset of the next line in bytes."""
 
 
 def require_readable(path: Path) -> None:
@@ -66,7 +66,7 @@ class Answers:
         self._file = file
         self._path = path
         self._digests = digests
-        """Of the questions that are answered, by line; 0: not answered."""
+        """Digest of the answered question of each line; 0: not answered."""
         self.answered = _count(digests)
         self.failed = failed
         """Answers that there is none."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from specrun import arguments
 from specrun.errors import RequestError, SpecError
-from specrun.openai.answers import NOTHING, Answer, Asked
+from specrun.openai.answers import DEFAULT_RESPONSE_OPTIONS, Answer, ResponseOptions
 from specrun.openai.body import MAX_N, field_of, token_biases
 from specrun.openai.fields import Fields, wrong
 from specrun.openai.shapes import ChatShape, CompletionShape, Head, error_body, whole_answer
@@ -68,20 +68,20 @@ class Place(NamedTuple):
     """A digest of the line: the same question has the same one."""
 
 
-class Ask(NamedTuple):
-    """What a question asks of the decoder."""
+class ParsedRequest(NamedTuple):
+    """A question as the decoder needs it."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
     options: RequestOptions
     n: int
-    asked: Asked = NOTHING
+    response_options: ResponseOptions = DEFAULT_RESPONSE_OPTIONS
 
 
 class AnswerForm(Protocol):
     """How a question is answered."""
 
-    def answer(self, requests: Sequence[Request], ask: Ask, names: TokenBytes | None) -> dict[str, Any]:
+    def answer(self, requests: Sequence[Request], parsed: ParsedRequest, names: TokenBytes | None) -> dict[str, Any]:
         """The answer of requests that have ended, none of them by an error. names: the texts of single tokens."""
 
     def failure(self, error: SpecError) -> dict[str, Any]:
@@ -92,14 +92,14 @@ class Question(NamedTuple):
     """A line of the input."""
 
     form: AnswerForm
-    ask: Ask | RequestError
-    """What is wrong with the line, where it asks for nothing."""
+    parsed: ParsedRequest | RequestError
+    """Request of the line, or the error of a line that is not valid."""
 
     def answer(self, requests: Sequence[Request], error: SpecError | None, names: TokenBytes | None) -> dict[str, Any]:
         """The line of the answers for it. error: why there is no answer. names: the texts of single tokens."""
-        if isinstance(self.ask, RequestError):
-            return self.form.failure(self.ask)
-        return self.form.failure(error) if error else self.form.answer(requests, self.ask, names)
+        if isinstance(self.parsed, RequestError):
+            return self.form.failure(self.parsed)
+        return self.form.failure(error) if error else self.form.answer(requests, self.parsed, names)
 
 
 def digest_of(line: bytes) -> str:
@@ -115,10 +115,10 @@ def read_question(line: bytes, number: int, defaults: Defaults) -> Question:
         content = _content(line)
         if any(name in content for name in _OPENAI):
             form = _OpenAIForm(place, content, defaults.model)
-            return Question(form, _openai_ask(content, defaults))
+            return Question(form, _openai_request(content, defaults))
         if "id" in content:
             form = _OwnForm(place, {"id": content.pop("id")})
-        return Question(form, _own_ask(content, defaults))
+        return Question(form, _own_request(content, defaults))
     except RequestError as error:
         return Question(form, error)
 
@@ -157,7 +157,7 @@ def is_failure(answer: Mapping[str, Any]) -> bool:
 # ------------------------------------------------------------------------------------------------------ our own form
 
 
-def _own_ask(content: Mapping[str, Any], defaults: Defaults) -> Ask:
+def _own_request(content: Mapping[str, Any], defaults: Defaults) -> ParsedRequest:
     """``prompt`` or ``messages``, and options by their names in Python or OpenAI's. Raises RequestError."""
     given = {name: value for name, value in content.items() if value is not None}
     arguments.require_names(given, [*_SAMPLING, *_OPTIONS, *_OTHER_NAMES, "prompt", "messages", "n", "id"])
@@ -181,7 +181,7 @@ def _own_ask(content: Mapping[str, Any], defaults: Defaults) -> Ask:
         raise RequestError(f"prompt {arguments.show(prompts[0])}: expected a text, token ids or messages")
     params = replace(defaults.params, **{name: given[name] for name in _SAMPLING if name in given})
     options = replace(options, **{name: given[name] for name in _OPTIONS if name in given})
-    return Ask(prompts, params, options, n)
+    return ParsedRequest(prompts, params, options, n)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class _OwnForm:
     head: Mapping[str, Any] = field(default_factory=dict)
     """The question's ``id``, where it has one."""
 
-    def answer(self, requests: Sequence[Request], ask: Ask, names: TokenBytes | None) -> dict[str, Any]:
+    def answer(self, requests: Sequence[Request], parsed: ParsedRequest, names: TokenBytes | None) -> dict[str, Any]:
         """See AnswerForm."""
         return self._line({"answers": [as_object(request) for request in requests]})
 
@@ -207,7 +207,7 @@ class _OwnForm:
 # ------------------------------------------------------------------------------------------------------ OpenAI's form
 
 
-def _openai_ask(content: Mapping[str, Any], defaults: Defaults) -> Ask:
+def _openai_request(content: Mapping[str, Any], defaults: Defaults) -> ParsedRequest:
     """A line as https://platform.openai.com/docs/api-reference/batch describes it. Raises RequestError."""
     outer = Fields(content)
     outer.required("custom_id", arguments.text)
@@ -220,7 +220,7 @@ def _openai_ask(content: Mapping[str, Any], defaults: Defaults) -> Ask:
     if body.stream:
         raise RequestError("stream: not supported in batch files; leave it out", "stream")
     options = replace(body.options, timeout=defaults.options.timeout)
-    return Ask(body.prompts, body.params, options, body.n, body.asked)
+    return ParsedRequest(body.prompts, body.params, options, body.n, body.response_options)
 
 
 class _OpenAIForm:
@@ -235,11 +235,11 @@ class _OpenAIForm:
         self._custom_id = content.get("custom_id")
         self._url = content.get("url", "")
 
-    def answer(self, requests: Sequence[Request], ask: Ask, names: TokenBytes | None) -> dict[str, Any]:
+    def answer(self, requests: Sequence[Request], parsed: ParsedRequest, names: TokenBytes | None) -> dict[str, Any]:
         """See AnswerForm."""
-        answers = [Answer.of(request, names, ask.asked) for request in requests]
+        answers = [Answer.of(request, names, parsed.response_options) for request in requests]
         shape, created = _SHAPES[self._url], int(time.time())
-        return self._line(200, whole_answer(shape, answers, ask.n, Head(self._identity, created, self._model)))
+        return self._line(200, whole_answer(shape, answers, parsed.n, Head(self._identity, created, self._model)))
 
     def failure(self, error: SpecError) -> dict[str, Any]:
         """See AnswerForm."""

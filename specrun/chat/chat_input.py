@@ -15,7 +15,7 @@ import click
 
 
 def is_terminal() -> bool:
-    """Whether somebody types, rather than a pipe."""
+    """Whether the input is a terminal, not a pipe."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 

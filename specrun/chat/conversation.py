@@ -48,9 +48,9 @@ class Conversation:
         self.last: Request | None = None
         """The last answer, with its ``stats``."""
         self.dropped = 0
-        """How many of the oldest messages the last turn has dropped."""
+        """Number of the oldest messages that the last turn has dropped."""
         self._retries = 0
-        """How often the last turn was answered again."""
+        """Number of times that the last turn was answered again."""
         self.reset()
 
     def reset(self) -> None:

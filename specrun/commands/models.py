@@ -19,7 +19,7 @@ from specrun.engine_dir.config import CacheForm
 from specrun.errors import EngineDirError
 
 QFORMATS = ("auto", "int8", "int8_wo", "int4", "int4_sym", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo")
-"""Those of ``specbuild convert``, which this package does not import."""
+"""Values of ``--qformat`` of ``specbuild convert``, which this package does not import."""
 _BUILD = tuple(field.name for field in fields(BuildOptions))
 
 _QFORMAT = click.option(
@@ -106,11 +106,11 @@ models_options = together(
     click.option("--draft_vocab_size", type=click.IntRange(1), help="Draft only so many tokens of DRAFT's vocabulary."),
     click.option("--draft_revision", help="The same as --revision, of DRAFT."),
 )
-"""What every command takes that opens a target, or a target and its draft."""
+"""Options of every command that opens a target, or a target and its draft."""
 target_options = together(
     config_option, click.argument("target", metavar="TARGET"), tokenizer_dir_option, threads_option, build_options
 )
-"""What a command takes that opens a target alone."""
+"""Options of a command that opens a target alone."""
 candidate_options = together(
     click.argument("target", metavar="TARGET"),
     click.argument("drafts", nargs=-1, metavar="[DRAFT|suffix]..."),
@@ -127,7 +127,7 @@ candidate_options = together(
     _CHECKPOINTS,
     _MAX_DRAFT_LEN,
 )
-"""What a command takes that compares drafts and forms of a target."""
+"""Options of a command that compares drafts and formats of a target."""
 
 
 def take_models(options: dict[str, Any], draft_needed: bool = False) -> BuildOptions:
@@ -158,7 +158,7 @@ def take_models(options: dict[str, Any], draft_needed: bool = False) -> BuildOpt
 
 
 def take_target(options: dict[str, Any], base: str | None = None) -> tuple[str | Path, BuildOptions]:
-    """Take TARGET and ``build_options`` out of ``options``. base: the model beside it, of ``--base``.
+    """Take TARGET and ``build_options`` out of ``options``. base: the model of ``--base``.
 
     Raises click's UsageError, and EngineDirError for a model that is not there.
     """

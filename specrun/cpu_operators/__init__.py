@@ -4,7 +4,7 @@
 finds embeddings in such a weight. ``CachedAttention`` writes keys and values into a cache and attends to them;
 ``PackedCachedAttention`` keeps them in codes. ``RecurrentAttention`` and ``CausalConvolution`` are those of recurrent
 layers. ``AllReduce`` and ``AllGather`` are for models on several ranks. A token's bits do not depend on what is
-computed beside it. Engines for the CPU need them; without a compiler the package installs for GPUs alone.
+computed with it. Engines for the CPU need them; without a compiler the package installs for GPUs alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 DOMAIN = "specrun"
-"""Of the operators in a graph."""
+"""Domain of the operators in a graph."""
 MOST_OUTPUTS = 4
 """Products with one input that one node computes together."""
 VERSION = 10

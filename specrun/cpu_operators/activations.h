@@ -1,12 +1,12 @@
-// What a product multiplies by its weight, made where it is needed: no operator of its own passes over it before.
+// The prologue of a product: activations are computed from x where they are needed, by no operator of their own.
 #pragma once
 
 #include <cstdint>
 
 namespace specrun {
 
-enum class Made : int64_t {
-    kGiven = 0,        // x
+enum class Prologue : int64_t {
+    kNone = 0,         // x
     kNormalized = 1,   // x / sqrt(mean(x * x) + epsilon) * other
     kSiluGated = 2,    // silu(x) * other
     kGeluGated = 3,    // gelu(x) * other, with the tanh that approximates it
@@ -14,7 +14,7 @@ enum class Made : int64_t {
 };
 
 struct Activations {
-    Made made;
+    Prologue prologue;
     const float* x;      // [rows][size]
     const float* other;  // [size] where normalized, [rows][size] where gated
     int64_t size;

@@ -41,7 +41,7 @@ INLINE float sum(Float vector) {
 TARGET void make_row(const Activations& all, int64_t row, float* y) {
     const int64_t size = all.size;
     const float* x = all.x + row * size;
-    if (all.made == Made::kNormalized) {
+    if (all.prologue == Prologue::kNormalized) {
         Float squares[4] = {};
         for (int64_t i = 0; i < size; i += 4 * kLanes) {
             for (int part = 0; part < 4 && i + part * kLanes < size; ++part) {
@@ -59,7 +59,8 @@ TARGET void make_row(const Activations& all, int64_t row, float* y) {
     const float* other = all.other + row * size;
     for (int64_t i = 0; i < size; i += kLanes) {
         const Float gate = next(x + i, size - i);
-        const Float inner = all.made == Made::kSiluGated ? gate : (gate + gate * 0.044715f * gate * gate) * 1.59576912f;
+        const bool is_silu = all.prologue == Prologue::kSiluGated;
+        const Float inner = is_silu ? gate : (gate + gate * 0.044715f * gate * gate) * 1.59576912f;
         write(y + i, size - i, gate * sigmoid(inner) * next(other + i, size - i));
     }
 }

@@ -37,15 +37,15 @@ struct Lookup {
     float* y;
 };
 
-float value_of(const specrun::BlockValues& all, int64_t strip, int64_t block, int64_t column) {
-    const int64_t place = all.place(strip, block) + column;
+float value_of(const specrun::BlockValues& all, int64_t panel, int64_t block, int64_t column) {
+    const int64_t place = all.place(panel, block) + column;
     switch (all.stored) {
         case specrun::Stored::kFloat32: return static_cast<const float*>(all.values)[place];
         case specrun::Stored::kBfloat16: return specrun::from_bfloat16(static_cast<const uint16_t*>(all.values)[place]);
         case specrun::Stored::kFloat16: return specrun::from_float16(static_cast<const uint16_t*>(all.values)[place]);
         case specrun::Stored::kCodes: break;
     }
-    return static_cast<float>(static_cast<const int8_t*>(all.values)[place]) * all.unit(strip, block)[column];
+    return static_cast<float>(static_cast<const int8_t*>(all.values)[place]) * all.unit(panel, block)[column];
 }
 
 void look_up(void* item, size_t number) {
@@ -57,19 +57,19 @@ void look_up(void* item, size_t number) {
         for (int64_t i = 0; i < inputs; ++i) y[i] = std::numeric_limits<float>::quiet_NaN();
         return;
     }
-    const int64_t strip = id / specrun::kColumns, column = id % specrun::kColumns;
+    const int64_t panel = id / specrun::kColumns, column = id % specrun::kColumns;
     if (weight.bits == 32) {
-        const float* lines = static_cast<const float*>(weight.lines) + strip * inputs * specrun::kColumns + column;
+        const float* lines = static_cast<const float*>(weight.lines) + panel * inputs * specrun::kColumns + column;
         for (int64_t i = 0; i < inputs; ++i) y[i] = lines[i * specrun::kColumns];
         return;
     }
     const int64_t line_inputs = weight.line_inputs();
     // Of 4 inputs a line has a column's codes side by side; in 4 bits the next 4 are in the upper halves.
     const uint8_t* lines = static_cast<const uint8_t*>(weight.lines) +
-                           strip * weight.lines_of_strip() * specrun::kLineBytes + 4 * column;
+                           panel * weight.lines_of_panel() * specrun::kLineBytes + 4 * column;
     for (int64_t block = 0, i = 0; i < inputs; ++block) {
-        const float scale = value_of(weight.scales, strip, block, column);
-        const float minimum = weight.minima.values ? value_of(weight.minima, strip, block, column) : 0.0f;
+        const float scale = value_of(weight.scales, panel, block, column);
+        const float minimum = weight.minima.values ? value_of(weight.minima, panel, block, column) : 0.0f;
         for (const int64_t end = std::min(i + weight.block, inputs); i < end; ++i) {
             const int64_t within = i % line_inputs;
             const uint8_t byte = lines[i / line_inputs * specrun::kLineBytes + within % 4];
@@ -84,7 +84,7 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[6], Lookup* lookup) 
     specrun::Weight& weight = lookup->weight;
     const Tensor& ids = inputs[0];
     weight.bits = kernel.bits, weight.block = kernel.block, weight.inputs = kernel.width;
-    weight.strips = specrun::strips_of(kernel.tokens), weight.middle = static_cast<int32_t>(kernel.middle);
+    weight.panels = specrun::panels_of(kernel.tokens), weight.middle = static_cast<int32_t>(kernel.middle);
     if (!specrun::read_weight({inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], {}}, &weight)) return false;
     lookup->tokens = kernel.tokens, lookup->ids = static_cast<const int64_t*>(ids.data);
     for (size_t i = 0; i < ids.elements; ++i) {

@@ -24,7 +24,7 @@ typedef int32_t __attribute__((may_alias)) Bits;
 
 constexpr int32_t kSmallest = (127 - 119) << 23;  // 2^-119: 127 divided by it is finite.
 constexpr float kShift = 12582912.0f;              // 1.5 * 2^23
-constexpr int64_t kFewStrips = 64;  // They are divided into smaller items, so that no thread waits long.
+constexpr int64_t kFewPanels = 64;  // They are divided into smaller items, so that no thread waits long.
 
 inline int32_t to_bits(float value) {
     int32_t bits;
@@ -32,16 +32,16 @@ inline int32_t to_bits(float value) {
     return bits;
 }
 
-inline const Output& output_of(const Product& product, int64_t strip) {
+inline const Output& output_of(const Product& product, int64_t panel) {
     const Output* output = product.outputs + product.num_outputs - 1;
-    while (strip < output->first_strip) --output;
+    while (panel < output->first_panel) --output;
     return *output;
 }
 
-// Make the activations of a row, where they are not given.
+// Compute the activations of a row, where there is a prologue.
 inline const float* row_of(const Product& product, int64_t row) {
-    if (product.activations.made != Made::kGiven) {
-        make_row(product.activations, product.places[row], product.made + row * product.weight.inputs);
+    if (product.activations.prologue != Prologue::kNone) {
+        make_row(product.activations, product.places[row], product.prepared + row * product.weight.inputs);
     }
     return product.x(row);
 }
@@ -54,8 +54,8 @@ inline size_t bytes_of(int64_t floats) { return static_cast<size_t>(floats) * si
 namespace plain {
 #define TARGET
 #define OPERATION inline
-constexpr int kLanes = 16, kTileRows = 2, kStripsOfFewRows = 1, kStripsOfManyRows = 1;
-constexpr int kFewRowsOfFloats = 2, kTileRowsOfFloats = 4, kStripsOfFloats = 2;
+constexpr int kLanes = 16, kTileRows = 2, kPanelsOfFewRows = 1, kPanelsOfManyRows = 1;
+constexpr int kFewRowsOfFloats = 2, kTileRowsOfFloats = 4, kPanelsOfFloats = 2;
 template <int kBits>
 constexpr bool kUnsigned = true;
 struct Int {
@@ -152,9 +152,9 @@ bool is_supported() { return true; }
 namespace avx512_vnni {
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")))
 #define OPERATION TARGET inline __attribute__((always_inline))
-constexpr int kLanes = 16, kTileRows = 6, kStripsOfFewRows = 4, kStripsOfManyRows = 2;
-// What a tile adds up fits into 32 registers; so do nearly twice as many rows of half as many strips.
-constexpr int kFewRowsOfFloats = 5, kTileRowsOfFloats = 9, kStripsOfFloats = 4;
+constexpr int kLanes = 16, kTileRows = 6, kPanelsOfFewRows = 4, kPanelsOfManyRows = 2;
+// What a tile adds up fits into 32 registers; so do nearly twice as many rows of half as many panels.
+constexpr int kFewRowsOfFloats = 5, kTileRowsOfFloats = 9, kPanelsOfFloats = 4;
 template <int kBits>
 constexpr bool kUnsigned = true;
 using Int = __m512i;
@@ -216,8 +216,8 @@ bool has_float16() {
 
 // Vectors of 8 floats, which AVX-VNNI and AVX2 share.
 #define EIGHT_LANES                                                                                                 \
-    constexpr int kLanes = 8, kTileRows = 4, kStripsOfFewRows = 2, kStripsOfManyRows = 1;                           \
-    constexpr int kFewRowsOfFloats = 2, kTileRowsOfFloats = 5, kStripsOfFloats = 2;                                \
+    constexpr int kLanes = 8, kTileRows = 4, kPanelsOfFewRows = 2, kPanelsOfManyRows = 1;                           \
+    constexpr int kFewRowsOfFloats = 2, kTileRowsOfFloats = 5, kPanelsOfFloats = 2;                                \
     using Int = __m256i;                                                                                            \
     using Float = __m256;                                                                                           \
     OPERATION Float zero() { return _mm256_setzero_ps(); }                                                          \
@@ -288,7 +288,7 @@ bool is_supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_sup
 #endif
 
 #define INSTRUCTION_SET(name, vectors) \
-    {#name, vectors, name::is_supported, name::strips_at_once, name::round_row, name::multiply}
+    {#name, vectors, name::is_supported, name::panels_at_once, name::round_row, name::multiply}
 
 const InstructionSet kInstructionSets[] = {
 #if defined(__x86_64__)
@@ -315,7 +315,7 @@ const InstructionSet* chosen = choose(nullptr);
 
 struct Work {
     const Product* product;
-    int64_t strips;
+    int64_t panels;
 };
 
 void prepare_row(void* item, size_t number) {
@@ -331,8 +331,8 @@ void prepare_row(void* item, size_t number) {
 void multiply_part(void* item, size_t number) {
     const Work& work = *static_cast<const Work*>(item);
     const Product& product = *work.product;
-    const int64_t first = static_cast<int64_t>(number) * work.strips;
-    chosen->multiply(product, first, work.strips);
+    const int64_t first = static_cast<int64_t>(number) * work.panels;
+    chosen->multiply(product, first, work.panels);
     for (int i = 0; number == 0 && i < product.num_outputs; ++i) {
         const Output& output = product.outputs[i];
         for (int64_t row = 0; row < product.num_nans; ++row) output.y[product.nans[row] * output.columns] = NAN;
@@ -361,15 +361,15 @@ bool multiply(Product product, const Threads& threads) {
     const Weight& weight = product.weight;
     Activations& activations = product.activations;
     Rounded& rounded = product.rounded;
-    const bool is_made = activations.made != Made::kGiven, has_codes = weight.bits != 32;
+    const bool has_prologue = activations.prologue != Prologue::kNone, has_codes = weight.bits != 32;
     const int64_t all_rows = product.rows, inputs = weight.inputs, blocks = has_codes ? weight.blocks() : 0;
     rounded.stride = has_codes ? (inputs + 63) / 64 * 64 + 64 : 0;
-    // So many rows at a time stay in the second cache, and beside them the weights that they are multiplied by.
+    // So many rows at a time stay in the L2 cache, together with the weights that they are multiplied by.
     const int64_t row_bytes = has_codes ? rounded.stride : 4 * inputs;
     const int64_t rows = std::min(all_rows, std::max(kFewestRows, kRowBytes / row_bytes));
-    const int64_t scales = (rows * blocks + 15) / 16 * 16, made = is_made ? (rows * inputs + 15) / 16 * 16 : 0;
+    const int64_t scales = (rows * blocks + 15) / 16 * 16, prepared = has_prologue ? (rows * inputs + 15) / 16 * 16 : 0;
     const int64_t places = (rows + 7) / 8 * 8;
-    const size_t needed = static_cast<size_t>(places) * sizeof(int64_t) + bytes_of(made + 2 * scales) +
+    const size_t needed = static_cast<size_t>(places) * sizeof(int64_t) + bytes_of(prepared + 2 * scales) +
                           static_cast<size_t>(rows * rounded.stride);
     // Kept from call to call: the system would clear so much memory each time.
     thread_local std::unique_ptr<void, void (*)(void*)> memory(nullptr, std::free);
@@ -381,8 +381,8 @@ bool multiply(Product product, const Threads& threads) {
         if (!memory) return false;
     }
     int64_t* const own_places = static_cast<int64_t*>(memory.get());
-    product.made = reinterpret_cast<float*>(own_places + places);
-    rounded.scales = product.made + made;
+    product.prepared = reinterpret_cast<float*>(own_places + places);
+    rounded.scales = product.prepared + prepared;
     rounded.sums = reinterpret_cast<int32_t*>(rounded.scales + scales);
     rounded.codes = reinterpret_cast<int8_t*>(rounded.sums + scales);
     for (int64_t done = 0; done < all_rows; done += rows) {
@@ -390,13 +390,13 @@ bool multiply(Product product, const Threads& threads) {
         product.rows = find_rows(product, now, own_places);
         product.places = own_places, product.nans = own_places + product.rows, product.num_nans = now - product.rows;
         const bool is_little = product.rows * inputs < kFewInputs;
-        if ((is_made || has_codes) && !run(threads, is_little, prepare_row, product.rows, &product)) return false;
-        Work work{&product, chosen->strips_at_once(product)};
-        const int64_t parts = (weight.strips + work.strips - 1) / work.strips;
-        const bool alone = product.rows * inputs * weight.strips * kColumns < kFewProducts;
+        if ((has_prologue || has_codes) && !run(threads, is_little, prepare_row, product.rows, &product)) return false;
+        Work work{&product, chosen->panels_at_once(product)};
+        const int64_t parts = (weight.panels + work.panels - 1) / work.panels;
+        const bool alone = product.rows * inputs * weight.panels * kColumns < kFewProducts;
         if (!run(threads, alone, multiply_part, parts, &work)) return false;
         activations.x += now * inputs;
-        if (activations.made != Made::kNormalized && activations.other) activations.other += now * inputs;
+        if (activations.prologue != Prologue::kNormalized && activations.other) activations.other += now * inputs;
         for (int i = 0; i < product.num_outputs; ++i) {
             Output& output = product.outputs[i];
             output.y += now * output.columns;

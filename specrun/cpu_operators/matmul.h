@@ -15,47 +15,47 @@ constexpr int64_t kColumns = 16;     // Of a line.
 constexpr int kMostOutputs = 4;
 constexpr int64_t kLineBytes = 64;   // kColumns columns of 1 input in float32, of 4 inputs in 8 bits, of 8 in 4 bits.
 
-inline int64_t strips_of(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
+inline int64_t panels_of(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
 
 // How numbers are stored. Codes are int8, to be multiplied by a float32 that several blocks share.
 enum class Stored { kFloat32, kBfloat16, kFloat16, kCodes };
 
 // A number for each block of each column: scales, or minima.
 struct BlockValues {
-    const void* values;    // [strips][blocks, or 1 for all of them][16]; null: there are none
-    const float* units;    // Of codes: [strips][units][16]. Block b has unit b >> unit_shift.
+    const void* values;    // [panels][blocks, or 1 for all of them][16]; null: there are none
+    const float* units;    // Of codes: [panels][units][16]. Block b has unit b >> unit_shift.
     Stored stored;
-    int64_t strip_values, block_values, strip_units;  // How far the next strip's or block's are.
+    int64_t panel_values, block_values, panel_units;  // How far the next panel's or block's are.
     int unit_shift;
 
-    int64_t place(int64_t strip, int64_t block) const { return strip * strip_values + block * block_values; }
-    const float* unit(int64_t strip, int64_t block) const {
-        return units + strip * strip_units + (block >> unit_shift) * kColumns;
+    int64_t place(int64_t panel, int64_t block) const { return panel * panel_values + block * block_values; }
+    const float* unit(int64_t panel, int64_t block) const {
+        return units + panel * panel_units + (block >> unit_shift) * kColumns;
     }
 };
 
-// A weight [K, columns] as specbuild packs it, in strips of 16 columns. Codes are unsigned: a code stands for
+// A weight [K, columns] as specbuild packs it, in panels of 16 columns. Codes are unsigned: a code stands for
 // (code - middle - zero) * scale + minimum. Lines are full: there are columns and inputs that stand for nothing.
 struct Weight {
-    const void* lines;     // [strips][K / inputs of a line][64 bytes]: float32 numbers, or codes
+    const void* lines;     // [panels][K / inputs of a line][64 bytes]: float32 numbers, or codes
     int64_t bits;          // 32, 8 or 4. The rest is of codes alone.
-    int64_t inputs, strips;
+    int64_t inputs, panels;
     int64_t block;         // Inputs that share a scale, a multiple of those of a line.
     int32_t middle;        // 128 for 8 bits; 8 or 0 for 4
     BlockValues scales;    // Where all blocks share one, blocks are those of the activations only.
     BlockValues minima;    // Perhaps none.
-    const int8_t* zeros;   // [strips][blocks][16], or null
+    const int8_t* zeros;   // [panels][blocks][16], or null
 
     int64_t line_inputs() const { return 32 / bits; }
-    int64_t lines_of_strip() const { return (inputs + line_inputs() - 1) / line_inputs(); }
+    int64_t lines_of_panel() const { return (inputs + line_inputs() - 1) / line_inputs(); }
     int64_t blocks() const { return (inputs + block - 1) / block; }
 };
 
-// A part of the columns, which has its own tensor and begins with a strip.
+// A part of the columns, which has its own tensor and begins with a panel.
 struct Output {
     float* y;               // [rows][columns]
     const float* residual;  // [rows][columns]: added to the product; or null
-    int64_t columns, first_strip;
+    int64_t columns, first_panel;
 };
 
 // Activations in 8 bits: code * scale.
@@ -78,24 +78,24 @@ struct Product {
     const int64_t* places;  // [rows]: where a row's activations and outputs are. Rows of NaN are left out.
     const int64_t* nans;    // [num_nans]: where the outputs of those are
     int64_t num_nans;
-    float* made;            // [rows][K]: the activations, where they are not given
+    float* prepared;        // [rows][K]: the activations, where there is a prologue
     Rounded rounded;        // Of codes.
 
-    // A row's activations, once they are made.
+    // A row's activations, once the prologue has run.
     const float* x(int64_t row) const {
-        return activations.made == Made::kGiven ? activations.x + places[row] * weight.inputs
-                                                : made + row * weight.inputs;
+        return activations.prologue == Prologue::kNone ? activations.x + places[row] * weight.inputs
+                                                       : prepared + row * weight.inputs;
     }
 };
 
 // The same computation in the instructions of one kind of processor. Bits of results do not depend on which one.
 struct InstructionSet {
     const char* name;
-    Vectors vectors;  // Of the other operators beside it.
+    Vectors vectors;  // Vectors of the other operators.
     bool (*is_supported)();
-    int64_t (*strips_at_once)(const Product&);
+    int64_t (*panels_at_once)(const Product&);
     void (*round_row)(const Product&, int64_t row);
-    void (*multiply)(const Product&, int64_t first_strip, int64_t num_strips);
+    void (*multiply)(const Product&, int64_t first_panel, int64_t num_panels);
 };
 
 // y = activations times weight, plus residual; false where memory or threads fail.

@@ -5,9 +5,9 @@
 // integers, and floats are added up in the order of matmul_tile.h, so bits are the same.
 
 constexpr int64_t kMostTileRows = 16, kMostRows = 2 * kMostTileRows, kMostTileInputs = 64;
-// Strips that are multiplied at a time. More of them hide how long a product takes, but there are eight tiles: 0 to 3 for
+// Panels that are multiplied at a time. More of them hide how long a product takes, but there are eight tiles: 0 to 3 for
 // sums, the next ones for activations, and the others for codes.
-constexpr int kStripsOfOneTile = 4, kStripsOfTwoTiles = 2;
+constexpr int kPanelsOfOneTile = 4, kPanelsOfTwoTiles = 2;
 // Of tiles that are unpacked from 4 bits: how many are kept, and how many tiles ahead one is unpacked.
 constexpr int64_t kTurns = 4, kAhead = 2;
 
@@ -31,35 +31,35 @@ inline int64_t tile_inputs(const Weight& weight) {
     return weight.bits != 32 && fits ? inputs : 0;
 }
 
-// Up to 32 rows from ``row`` on, in one or two tiles, times kStrips strips.
-template <int kBits, int kStrips, bool kIsTwo>
+// Up to 32 rows from ``row`` on, in one or two tiles, times kPanels panels.
+template <int kBits, int kPanels, bool kIsTwo>
 struct Tiles {
     static constexpr int64_t kRows = kIsTwo ? kMostRows : kMostTileRows, kLineInputs = 32 / kBits;
     static constexpr bool kSigned = kBits == 4;  // Codes of tiles; else the middle is to be taken off.
     static constexpr int64_t kStepsAhead = kBits == 4 ? 4 : 1;
-    typedef int32_t Sums[kStrips][kRows][kColumns];
+    typedef int32_t Sums[kPanels][kRows][kColumns];
 
     const Product& product;
-    const int64_t row, rows, strip;
+    const int64_t row, rows, panel;
     const int64_t inputs = tile_inputs(product.weight), lines = inputs / kLineInputs;  // Of a tile.
     const int64_t steps = product.weight.inputs / inputs, block_steps = product.weight.block / inputs;
-    const int64_t strip_bytes = product.weight.lines_of_strip() * kLineBytes;
+    const int64_t panel_bytes = product.weight.lines_of_panel() * kLineBytes;
     const int64_t blocks = product.weight.blocks();
-    const uint8_t* const codes = static_cast<const uint8_t*>(product.weight.lines) + strip * strip_bytes;
-    alignas(64) float totals[kStrips][kRows][kColumns];
+    const uint8_t* const codes = static_cast<const uint8_t*>(product.weight.lines) + panel * panel_bytes;
+    alignas(64) float totals[kPanels][kRows][kColumns];
     alignas(64) Sums sums[2];
     // Tiles that were unpacked from 4 bits. They take turns, so that a tile's stores have ended when it is loaded.
     alignas(64) uint8_t unpacked[kTurns][kMostTileInputs * kColumns];
 
     // Not by a list of values, which would clear the memory.
-    Tiles(const Product& all, int64_t first_row, int64_t num_rows, int64_t first_strip)
-        : product(all), row(first_row), rows(num_rows), strip(first_strip) {}
+    Tiles(const Product& all, int64_t first_row, int64_t num_rows, int64_t first_panel)
+        : product(all), row(first_row), rows(num_rows), panel(first_panel) {}
 
     TARGET void multiply() {
-        for (int s = 0; s < kStrips; ++s) {
+        for (int s = 0; s < kPanels; ++s) {
             for (int64_t r = 0; r < rows; ++r) store(totals[s][r], zero());
         }
-        UNROLL for (int tile = 0; tile < kAhead; ++tile) unpack(tile / kStrips, tile % kStrips);
+        UNROLL for (int tile = 0; tile < kAhead; ++tile) unpack(tile / kPanels, tile % kPanels);
         // What a block's products are is read when those of the next one are under way.
         add_up_block(0);
         for (int64_t block = 1; block < blocks; ++block) {
@@ -67,27 +67,27 @@ struct Tiles {
             add_to_totals(block - 1);
         }
         add_to_totals(blocks - 1);
-        for (int s = 0; s < kStrips; ++s) {
+        for (int s = 0; s < kPanels; ++s) {
             for (int64_t r = 0; r < rows; ++r) {
                 const Float total[1] = {load(totals[s][r])};
-                write_out(product, row + r, strip + s, total);
+                write_out(product, row + r, panel + s, total);
             }
         }
     }
 
-    // The codes of a strip and a step, [inputs / 4][16 columns][4].
+    // The codes of a panel and a step, [inputs / 4][16 columns][4].
     OPERATION const uint8_t* tile_of(int64_t step, int s) {
-        if constexpr (kBits == 8) return codes + s * strip_bytes + step * lines * kLineBytes;
-        return unpacked[(step * kStrips + s) % kTurns];
+        if constexpr (kBits == 8) return codes + s * panel_bytes + step * lines * kLineBytes;
+        return unpacked[(step * kPanels + s) % kTurns];
     }
 
-    // Write such a tile, where codes have 4 bits. s: may be a strip of the next step.
+    // Write such a tile, where codes have 4 bits. s: may be a panel of the next step.
     OPERATION void unpack(int64_t step, int s) {
         if constexpr (kBits == 8) return;
-        step += s / kStrips, s %= kStrips;
+        step += s / kPanels, s %= kPanels;
         if (step >= steps) return;
-        const uint8_t* from = codes + s * strip_bytes + step * lines * kLineBytes;
-        uint8_t* to = unpacked[(step * kStrips + s) % kTurns];
+        const uint8_t* from = codes + s * panel_bytes + step * lines * kLineBytes;
+        uint8_t* to = unpacked[(step * kPanels + s) % kTurns];
         const Int middle = _mm512_set1_epi8(static_cast<char>(product.weight.middle));
         for (int64_t line = 0; line < lines; ++line, from += kLineBytes, to += 2 * kLineBytes) {
             const Int packed = load(from);
@@ -96,12 +96,12 @@ struct Tiles {
         }
     }
 
-    // Ask for the codes of a later step (see kLinesAhead): behind the last one, for those of the next strips.
+    // Ask for the codes of a later step (see kLinesAhead): behind the last one, for those of the next panels.
     OPERATION void ask_for_codes(int64_t step) {
         step += kStepsAhead;
         const int64_t turned = step < steps ? 0 : 1;
-        const uint8_t* next = codes + turned * kStrips * strip_bytes + (step - turned * steps) * lines * kLineBytes;
-        for (int s = 0; s < kStrips; ++s, next += strip_bytes) {
+        const uint8_t* next = codes + turned * kPanels * panel_bytes + (step - turned * steps) * lines * kLineBytes;
+        for (int s = 0; s < kPanels; ++s, next += panel_bytes) {
             for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(next + line * kLineBytes);
         }
     }
@@ -130,7 +130,7 @@ struct Tiles {
                 _tile_loadd(6, tile_of(step, 0), kLineBytes);
                 ADD_PRODUCT(0, 4, 6);
                 ADD_PRODUCT(2, 5, 6);
-                if constexpr (kStrips > 1) {
+                if constexpr (kPanels > 1) {
                     unpack(step, 1 + kAhead);
                     _tile_loadd(7, tile_of(step, 1), kLineBytes);
                     ADD_PRODUCT(1, 4, 7);
@@ -139,7 +139,7 @@ struct Tiles {
             } else {
                 _tile_loadd(5, tile_of(step, 0), kLineBytes);
                 ADD_PRODUCT(0, 4, 5);
-                if constexpr (kStrips > 1) {
+                if constexpr (kPanels > 1) {
                     unpack(step, 1 + kAhead);
                     _tile_loadd(6, tile_of(step, 1), kLineBytes);
                     ADD_PRODUCT(1, 4, 6);
@@ -156,11 +156,11 @@ struct Tiles {
         _tile_stored(0, found[0], kLineBytes);
         if constexpr (kIsTwo) {
             _tile_stored(2, found[0][kMostTileRows], kLineBytes);
-            if constexpr (kStrips > 1) {
+            if constexpr (kPanels > 1) {
                 _tile_stored(1, found[1], kLineBytes);
                 _tile_stored(3, found[1][kMostTileRows], kLineBytes);
             }
-        } else if constexpr (kStrips > 1) {
+        } else if constexpr (kPanels > 1) {
             _tile_stored(1, found[1], kLineBytes);
             _tile_stored(2, found[2], kLineBytes);
             _tile_stored(3, found[3], kLineBytes);
@@ -173,17 +173,17 @@ struct Tiles {
         const Weight& weight = product.weight;
         const int32_t* x_sums = product.rounded.sums + row * blocks + block;
         const float* x_scales = product.rounded.scales + row * blocks + block;
-        Float scales[kStrips], zero_points[kStrips], minima[kStrips];
-        UNROLL for (int s = 0; s < kStrips; ++s) {
-            scales[s] = load_values(weight.scales, strip + s, block, 0);
-            minima[s] = weight.minima.values ? load_values(weight.minima, strip + s, block, 0) : zero();
-            const int8_t* zeros = weight.zeros + ((strip + s) * blocks + block) * kColumns;
+        Float scales[kPanels], zero_points[kPanels], minima[kPanels];
+        UNROLL for (int s = 0; s < kPanels; ++s) {
+            scales[s] = load_values(weight.scales, panel + s, block, 0);
+            minima[s] = weight.minima.values ? load_values(weight.minima, panel + s, block, 0) : zero();
+            const int8_t* zeros = weight.zeros + ((panel + s) * blocks + block) * kColumns;
             zero_points[s] = weight.zeros ? load_int8(zeros) : zero();
         }
         for (int64_t r = 0; r < rows; ++r) {
             const Float x_scale = spread(x_scales[r * blocks]);
             const int32_t x_sum = x_sums[r * blocks];
-            UNROLL for (int s = 0; s < kStrips; ++s) {
+            UNROLL for (int s = 0; s < kPanels; ++s) {
                 Int found = _mm512_load_si512(sums[block % 2][s][r]);
                 if constexpr (!kSigned) found = _mm512_add_epi32(found, spread(-weight.middle * x_sum));
                 Float sum = to_float(found);
@@ -199,15 +199,15 @@ struct Tiles {
     }
 };
 
-// All strips up to ``end`` that come in groups of kStrips, times up to 32 rows from ``row`` on. Returns the first that is
+// All panels up to ``end`` that come in groups of kPanels, times up to 32 rows from ``row`` on. Returns the first that is
 // left.
-template <int kBits, int kStrips, bool kIsTwo>
-TARGET int64_t multiply_groups(const Product& product, int64_t row, int64_t rows, int64_t strip, int64_t end) {
-    for (; strip + kStrips <= end; strip += kStrips) {
-        Tiles<kBits, kStrips, kIsTwo> tiles(product, row, rows, strip);
+template <int kBits, int kPanels, bool kIsTwo>
+TARGET int64_t multiply_groups(const Product& product, int64_t row, int64_t rows, int64_t panel, int64_t end) {
+    for (; panel + kPanels <= end; panel += kPanels) {
+        Tiles<kBits, kPanels, kIsTwo> tiles(product, row, rows, panel);
         tiles.multiply();
     }
-    return strip;
+    return panel;
 }
 
 template <int kBits>
@@ -224,10 +224,10 @@ TARGET void multiply_tiles(const Product& product, int64_t first, int64_t end) {
         if (is_two) shapes.set(5, lower, inputs);
         _tile_loadconfig(&shapes);
         if (is_two) {
-            const int64_t left = multiply_groups<kBits, kStripsOfTwoTiles, true>(product, row, rows, first, end);
+            const int64_t left = multiply_groups<kBits, kPanelsOfTwoTiles, true>(product, row, rows, first, end);
             multiply_groups<kBits, 1, true>(product, row, rows, left, end);
         } else {
-            const int64_t left = multiply_groups<kBits, kStripsOfOneTile, false>(product, row, rows, first, end);
+            const int64_t left = multiply_groups<kBits, kPanelsOfOneTile, false>(product, row, rows, first, end);
             multiply_groups<kBits, 1, false>(product, row, rows, left, end);
         }
     }
@@ -240,18 +240,18 @@ inline bool has_tiles(const Product& product) {
     return product.rows >= fewest && tile_inputs(product.weight) > 0;
 }
 
-int64_t strips_at_once(const Product& product) {
-    return has_tiles(product) ? kStripsOfOneTile : avx512_vnni::strips_at_once(product);
+int64_t panels_at_once(const Product& product) {
+    return has_tiles(product) ? kPanelsOfOneTile : avx512_vnni::panels_at_once(product);
 }
 
-TARGET void multiply(const Product& product, int64_t first_strip, int64_t num_strips) {
-    const int64_t end = std::min(first_strip + num_strips, product.weight.strips);
+TARGET void multiply(const Product& product, int64_t first_panel, int64_t num_panels) {
+    const int64_t end = std::min(first_panel + num_panels, product.weight.panels);
     if (!has_tiles(product)) {
-        avx512_vnni::multiply(product, first_strip, num_strips);
+        avx512_vnni::multiply(product, first_panel, num_panels);
     } else if (product.weight.bits == 4) {
-        multiply_tiles<4>(product, first_strip, end);
+        multiply_tiles<4>(product, first_panel, end);
     } else {
-        multiply_tiles<8>(product, first_strip, end);
+        multiply_tiles<8>(product, first_panel, end);
     }
 }
 

@@ -3,8 +3,8 @@
 // QuantizedMatMul: x [.., K] float, codes, scales, zeros, other float, residual float, units, minima, minimum units
 // FloatMatMul:     x [.., K] float, weight float, other float, residual float
 // -> y [.., N] float, perhaps several, whose columns lie side by side in the weight. The last inputs may be left out.
-// Attributes: K, N of each output; bits, block_size and middle of codes (see weight_tensors.h for all of theirs); made
-// (see activations.h) and its epsilon. Engines of before do not have the last three. A residual has y's shape, and there
+// Attributes: K, N of each output; bits, block_size and middle of codes (see weight_tensors.h for all of theirs); made,
+// the Prologue (see activations.h), and its epsilon. Engines of before do not have the last three. A residual has y's shape, and there
 // is one output then.
 #include <iterator>
 #include <memory>
@@ -28,7 +28,7 @@ constexpr size_t kNeededOfQuantized = 3, kNeededOfFloat = 2;
 
 struct Kernel {
     const void* const* api;
-    int64_t bits, inputs, block, middle, strips, made;
+    int64_t bits, inputs, block, middle, panels, prologue;
     float epsilon;
     int64_t columns[specrun::kMostOutputs];
     size_t num_outputs;
@@ -57,18 +57,18 @@ Status* read(const Kernel& kernel, ort::KernelContext* context, Inputs* inputs) 
 // Types and sizes that agree with the attributes and with each other.
 bool are_right(const Kernel& kernel, const Inputs& inputs, specrun::Product* product) {
     specrun::Weight& weight = product->weight;
-    weight.bits = kernel.bits, weight.inputs = kernel.inputs, weight.strips = kernel.strips;
+    weight.bits = kernel.bits, weight.inputs = kernel.inputs, weight.panels = kernel.panels;
     weight.block = kernel.block, weight.middle = static_cast<int32_t>(kernel.middle);
     const Tensor &x = inputs.x, &other = inputs.other, &residual = inputs.residual;
     const size_t width = static_cast<size_t>(kernel.inputs);
     if (x.axes < 1 || x.shape[x.axes - 1] != kernel.inputs) return false;
     if (!specrun::read_weight(inputs.weight, &weight)) return false;
     product->rows = static_cast<int64_t>(x.elements / width);
-    const auto made = static_cast<specrun::Made>(kernel.made);
-    product->activations = {made, static_cast<const float*>(x.data), static_cast<const float*>(other.data),
+    const auto prologue = static_cast<specrun::Prologue>(kernel.prologue);
+    product->activations = {prologue, static_cast<const float*>(x.data), static_cast<const float*>(other.data),
                             kernel.inputs, kernel.epsilon};
-    if ((made == specrun::Made::kGiven) != !other.data) return false;
-    if (other.data && other.elements != (made == specrun::Made::kNormalized ? width : x.elements)) return false;
+    if ((prologue == specrun::Prologue::kNone) != !other.data) return false;
+    if (other.data && other.elements != (prologue == specrun::Prologue::kNormalized ? width : x.elements)) return false;
     if (!residual.data) return true;
     const size_t outputs = static_cast<size_t>(product->rows) * static_cast<size_t>(kernel.columns[0]);
     return kernel.num_outputs == 1 && residual.elements == outputs;
@@ -83,13 +83,13 @@ Status* make_outputs(const Kernel& kernel, ort::KernelContext* context, const In
     if (outputs != kernel.num_outputs) {
         return ort::fail(kernel.api, "QuantizedMatMul, FloatMatMul: N is not the size of every output");
     }
-    int64_t strip = 0;
+    int64_t panel = 0;
     for (size_t i = 0; i < kernel.num_outputs; ++i) {
         y.shape[y.axes - 1] = kernel.columns[i];
         float* place = nullptr;
         RETURN_IF_FAILED(ort::make_output(kernel.api, context, i, y, &place));
-        product->outputs[i] = {place, static_cast<const float*>(inputs.residual.data), kernel.columns[i], strip};
-        strip += specrun::strips_of(kernel.columns[i]);
+        product->outputs[i] = {place, static_cast<const float*>(inputs.residual.data), kernel.columns[i], panel};
+        panel += specrun::panels_of(kernel.columns[i]);
     }
     product->num_outputs = static_cast<int>(kernel.num_outputs);
     return nullptr;
@@ -130,18 +130,18 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "K", &kernel->inputs));
     kernel->num_outputs = specrun::kMostOutputs;
     RETURN_IF_FAILED(ort::integers_attribute(api, info, "N", kernel->columns, &kernel->num_outputs));
-    ort::ignore_failure(api, ort::integer_attribute(api, info, "made", &kernel->made));
+    ort::ignore_failure(api, ort::integer_attribute(api, info, "made", &kernel->prologue));
     ort::ignore_failure(api, ort::float_attribute(api, info, "epsilon", &kernel->epsilon));
     constexpr int64_t kMost = 1 << 24;  // Products of all sizes stay within 64 bits.
     constexpr int64_t kLongestBlock = 1 << 16;  // Sums of products of 8-bit numbers stay within 32 bits.
     bool sizes = kernel->inputs > 0 && kernel->inputs <= kMost && kernel->num_outputs > 0;
     for (size_t i = 0; i < kernel->num_outputs && sizes; ++i) {
         sizes = kernel->columns[i] > 0 && kernel->columns[i] <= kMost;
-        if (sizes) kernel->strips += specrun::strips_of(kernel->columns[i]);
+        if (sizes) kernel->panels += specrun::panels_of(kernel->columns[i]);
     }
-    const bool made = kernel->made >= 0 && kernel->made <= static_cast<int64_t>(specrun::Made::kLast);
-    if (!sizes || !made || !specrun::is_middle(kernel->middle, kernel->bits) || kernel->block <= 0 || kernel->block > kLongestBlock ||
-        kernel->block % (32 / kernel->bits) != 0) {
+    const bool is_known = kernel->prologue >= 0 && kernel->prologue <= static_cast<int64_t>(specrun::Prologue::kLast);
+    if (!sizes || !is_known || !specrun::is_middle(kernel->middle, kernel->bits) || kernel->block <= 0 ||
+        kernel->block > kLongestBlock || kernel->block % (32 / kernel->bits) != 0) {
         return ort::fail(api, "QuantizedMatMul, FloatMatMul: attributes out of range");
     }
     *result = kernel.release();

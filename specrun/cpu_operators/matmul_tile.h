@@ -41,9 +41,9 @@ TARGET void round_row(const Product& product, int64_t row) {
     std::memset(codes + weight.inputs, 0, static_cast<size_t>(rounded.stride - weight.inputs));
 }
 
-// The scales or minima of a block of a strip, from column ``lane`` on.
-OPERATION Float load_values(const BlockValues& all, int64_t strip, int64_t block, int lane) {
-    const int64_t place = all.place(strip, block) + lane;
+// The scales or minima of a block of a panel, from column ``lane`` on.
+OPERATION Float load_values(const BlockValues& all, int64_t panel, int64_t block, int lane) {
+    const int64_t place = all.place(panel, block) + lane;
     switch (all.stored) {
         case Stored::kFloat32: return load(static_cast<const float*>(all.values) + place);
         case Stored::kBfloat16: return load_bfloat16(static_cast<const uint16_t*>(all.values) + place);
@@ -51,48 +51,48 @@ OPERATION Float load_values(const BlockValues& all, int64_t strip, int64_t block
         case Stored::kCodes: break;
     }
     const Float codes = load_int8(static_cast<const int8_t*>(all.values) + place);
-    return times(codes, load(all.unit(strip, block) + lane));
+    return times(codes, load(all.unit(panel, block) + lane));
 }
 
 // Numbers of columns of a row that a tile computes.
-template <int kStrips>
-constexpr int kVectors = kStrips * static_cast<int>(kColumns) / kLanes;
+template <int kPanels>
+constexpr int kVectors = kPanels * static_cast<int>(kColumns) / kLanes;
 
-// kRows rows from ``row`` on times kStrips strips of 16 columns from ``strip`` on, with codes.
-template <int kBits, int kRows, int kStrips>
-OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip,
-                            Float (&totals)[kRows][kVectors<kStrips>]) {
+// kRows rows from ``row`` on times kPanels panels of 16 columns from ``panel`` on, with codes.
+template <int kBits, int kRows, int kPanels>
+OPERATION void add_up_codes(const Product& product, int64_t row, int64_t panel,
+                            Float (&totals)[kRows][kVectors<kPanels>]) {
     constexpr int kParts = static_cast<int>(kColumns) / kLanes;
     constexpr int kPartBytes = static_cast<int>(kLineBytes) / kParts;
     constexpr int kInputs = 32 / kBits;
     const Weight& weight = product.weight;
     const Rounded& rounded = product.rounded;
-    const int64_t blocks = weight.blocks(), lines = weight.lines_of_strip(), block_lines = weight.block / kInputs;
-    const uint8_t* codes[kStrips];
-    const int8_t* zeros[kStrips];
-    UNROLL for (int s = 0; s < kStrips; ++s) {
-        codes[s] = static_cast<const uint8_t*>(weight.lines) + (strip + s) * lines * kLineBytes;
-        zeros[s] = weight.zeros ? weight.zeros + (strip + s) * blocks * kColumns : nullptr;
+    const int64_t blocks = weight.blocks(), lines = weight.lines_of_panel(), block_lines = weight.block / kInputs;
+    const uint8_t* codes[kPanels];
+    const int8_t* zeros[kPanels];
+    UNROLL for (int s = 0; s < kPanels; ++s) {
+        codes[s] = static_cast<const uint8_t*>(weight.lines) + (panel + s) * lines * kLineBytes;
+        zeros[s] = weight.zeros ? weight.zeros + (panel + s) * blocks * kColumns : nullptr;
     }
     const int8_t* inputs[kRows];
     UNROLL for (int r = 0; r < kRows; ++r) inputs[r] = rounded.codes + (row + r) * rounded.stride;
-    const bool asks = row == 0;  // For the tiles of other rows too.
-    int64_t line = 0, ahead = kLinesAhead / kStrips * kLineBytes;
+    const bool prefetches = row == 0;  // For the tiles of other rows too.
+    int64_t line = 0, ahead = kLinesAhead / kPanels * kLineBytes;
     for (int64_t block = 0; block < blocks; ++block) {
-        Int sums[kRows][kVectors<kStrips>];
+        Int sums[kRows][kVectors<kPanels>];
         UNROLL for (int r = 0; r < kRows; ++r) {
             const int32_t sum = rounded.sums[(row + r) * blocks + block];
             const Int start = spread(kUnsigned<kBits> ? -weight.middle * sum : 0);
-            UNROLL for (int v = 0; v < kVectors<kStrips>; ++v) sums[r][v] = start;
+            UNROLL for (int v = 0; v < kVectors<kPanels>; ++v) sums[r][v] = start;
         }
         const int64_t end = std::min(line + block_lines, lines);
         for (; line < end; ++line) {
-            // From here on, lines of the next strips.
-            if (line + kLinesAhead / kStrips == lines) ahead += (kStrips - 1) * lines * kLineBytes;
-            UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
+            // From here on, lines of the next panels.
+            if (line + kLinesAhead / kPanels == lines) ahead += (kPanels - 1) * lines * kLineBytes;
+            UNROLL for (int s = 0; s < kPanels; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
                 const int v = s * kParts + p;
                 const uint8_t* place = codes[s] + line * kLineBytes + p * kPartBytes;
-                if (asks && p == 0) __builtin_prefetch(place + ahead, 0, kSecondCache);
+                if (prefetches && p == 0) __builtin_prefetch(place + ahead, 0, kSecondCache);
                 const Int packed = load(place);
                 if constexpr (kBits == 4) {
                     const Int low = low_nibbles(packed), high = high_nibbles(packed);
@@ -111,9 +111,9 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip,
         }
         float x_sums[kRows];
         UNROLL for (int r = 0; r < kRows; ++r) x_sums[r] = rounded.sum((row + r) * blocks + block);
-        UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
+        UNROLL for (int s = 0; s < kPanels; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
             const int v = s * kParts + p;
-            const Float scale = load_values(weight.scales, strip + s, block, p * kLanes);
+            const Float scale = load_values(weight.scales, panel + s, block, p * kLanes);
             UNROLL for (int r = 0; r < kRows; ++r) {
                 const int64_t place = (row + r) * blocks + block;
                 Float sum = to_float(sums[r][v]);
@@ -124,7 +124,7 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip,
                 totals[r][v] = multiply_add(sum, times(scale, spread(rounded.scales[place])), totals[r][v]);
             }
             if (!weight.minima.values) continue;
-            const Float minimum = load_values(weight.minima, strip + s, block, p * kLanes);
+            const Float minimum = load_values(weight.minima, panel + s, block, p * kLanes);
             UNROLL for (int r = 0; r < kRows; ++r) {
                 totals[r][v] = multiply_add(minimum, spread(x_sums[r]), totals[r][v]);
             }
@@ -133,39 +133,39 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip,
 }
 
 // The same with numbers in float32.
-template <int kRows, int kStrips>
-OPERATION void add_up_floats(const Product& product, int64_t row, int64_t strip,
-                             Float (&totals)[kRows][kVectors<kStrips>]) {
+template <int kRows, int kPanels>
+OPERATION void add_up_floats(const Product& product, int64_t row, int64_t panel,
+                             Float (&totals)[kRows][kVectors<kPanels>]) {
     constexpr int kParts = static_cast<int>(kColumns) / kLanes;
     const int64_t inputs = product.weight.inputs;
-    const float* lines = static_cast<const float*>(product.weight.lines) + strip * inputs * kColumns;
+    const float* lines = static_cast<const float*>(product.weight.lines) + panel * inputs * kColumns;
     const float* x[kRows];
     UNROLL for (int r = 0; r < kRows; ++r) x[r] = product.x(row + r);
-    const bool asks = row == 0;
-    int64_t ahead = kLinesAhead / kStrips * kColumns;
+    const bool prefetches = row == 0;
+    int64_t ahead = kLinesAhead / kPanels * kColumns;
     for (int64_t i = 0; i < inputs; ++i) {
-        if (i + kLinesAhead / kStrips == inputs) ahead += (kStrips - 1) * inputs * kColumns;
-        Float numbers[kVectors<kStrips>];
-        UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
+        if (i + kLinesAhead / kPanels == inputs) ahead += (kPanels - 1) * inputs * kColumns;
+        Float numbers[kVectors<kPanels>];
+        UNROLL for (int s = 0; s < kPanels; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
             const float* place = lines + (s * inputs + i) * kColumns + p * kLanes;
-            if (asks && p == 0) __builtin_prefetch(place + ahead, 0, kSecondCache);
+            if (prefetches && p == 0) __builtin_prefetch(place + ahead, 0, kSecondCache);
             numbers[s * kParts + p] = load(place);
         }
         UNROLL for (int r = 0; r < kRows; ++r) {
             const Float one = spread(x[r][i]);
-            UNROLL for (int v = 0; v < kVectors<kStrips>; ++v) {
+            UNROLL for (int v = 0; v < kVectors<kPanels>; ++v) {
                 totals[r][v] = multiply_add(numbers[v], one, totals[r][v]);
             }
         }
     }
 }
 
-// Write the totals of a row and a strip, with the residual added.
-OPERATION void write_out(const Product& product, int64_t row, int64_t strip,
+// Write the totals of a row and a panel, with the residual added.
+OPERATION void write_out(const Product& product, int64_t row, int64_t panel,
                          const Float (&totals)[kColumns / kLanes]) {
     constexpr int kParts = static_cast<int>(kColumns) / kLanes;
-    const Output& output = output_of(product, strip);
-    const int64_t first = (strip - output.first_strip) * kColumns;
+    const Output& output = output_of(product, panel);
+    const int64_t first = (panel - output.first_panel) * kColumns;
     const int64_t columns = std::min(kColumns, output.columns - first);
     const int64_t place = product.places[row] * output.columns + first;
     const bool is_full = columns == kColumns;
@@ -184,81 +184,81 @@ OPERATION void write_out(const Product& product, int64_t row, int64_t strip,
     if (!is_full) std::memcpy(output.y + place, last, bytes_of(columns));
 }
 
-template <int kBits, int kRows, int kStrips>
-TARGET void multiply_tile(const Product& product, int64_t row, int64_t strip) {
+template <int kBits, int kRows, int kPanels>
+TARGET void multiply_tile(const Product& product, int64_t row, int64_t panel) {
     constexpr int kParts = static_cast<int>(kColumns) / kLanes;
-    Float totals[kRows][kVectors<kStrips>];
-    UNROLL for (int r = 0; r < kRows; ++r) UNROLL for (int v = 0; v < kVectors<kStrips>; ++v) totals[r][v] = zero();
+    Float totals[kRows][kVectors<kPanels>];
+    UNROLL for (int r = 0; r < kRows; ++r) UNROLL for (int v = 0; v < kVectors<kPanels>; ++v) totals[r][v] = zero();
     if constexpr (kBits == 32) {
-        add_up_floats<kRows, kStrips>(product, row, strip, totals);
+        add_up_floats<kRows, kPanels>(product, row, panel, totals);
     } else {
-        add_up_codes<kBits, kRows, kStrips>(product, row, strip, totals);
+        add_up_codes<kBits, kRows, kPanels>(product, row, panel, totals);
     }
-    UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int r = 0; r < kRows; ++r) {
+    UNROLL for (int s = 0; s < kPanels; ++s) UNROLL for (int r = 0; r < kRows; ++r) {
         Float row_totals[kParts];
         UNROLL for (int p = 0; p < kParts; ++p) row_totals[p] = totals[r][s * kParts + p];
-        write_out(product, row + r, strip + s, row_totals);
+        write_out(product, row + r, panel + s, row_totals);
     }
 }
 
 // A tile of ``rows`` rows, at most kRows.
-template <int kBits, int kStrips, int kRows>
-TARGET void multiply_rows(const Product& product, int64_t row, int64_t rows, int64_t strip) {
+template <int kBits, int kPanels, int kRows>
+TARGET void multiply_rows(const Product& product, int64_t row, int64_t rows, int64_t panel) {
     if (rows == kRows) {
-        multiply_tile<kBits, kRows, kStrips>(product, row, strip);
+        multiply_tile<kBits, kRows, kPanels>(product, row, panel);
     } else if constexpr (kRows > 1) {
-        multiply_rows<kBits, kStrips, kRows - 1>(product, row, rows, strip);
+        multiply_rows<kBits, kPanels, kRows - 1>(product, row, rows, panel);
     }
 }
 
-// All strips up to ``end`` that come in groups of kStrips, times all rows; a group stays in the nearest caches
-// meanwhile. Tiles have about equally many rows, kRows at most. Returns the first strip that is left.
-template <int kBits, int kStrips, int kRows>
-TARGET int64_t multiply_strips(const Product& product, int64_t strip, int64_t end) {
-    for (; strip + kStrips <= end; strip += kStrips) {
+// All panels up to ``end`` that come in groups of kPanels, times all rows; a group stays in the nearest caches
+// meanwhile. Tiles have about equally many rows, kRows at most. Returns the first panel that is left.
+template <int kBits, int kPanels, int kRows>
+TARGET int64_t multiply_panels(const Product& product, int64_t panel, int64_t end) {
+    for (; panel + kPanels <= end; panel += kPanels) {
         for (int64_t row = 0; row < product.rows;) {
             const int64_t left = product.rows - row, tiles = (left + kRows - 1) / kRows;
             const int64_t rows = (left + tiles - 1) / tiles;
-            multiply_rows<kBits, kStrips, kRows>(product, row, rows, strip);
+            multiply_rows<kBits, kPanels, kRows>(product, row, rows, panel);
             row += rows;
         }
     }
-    return strip;
+    return panel;
 }
 
-TARGET void multiply_codes(const Product& product, int64_t strip, int64_t end) {
+TARGET void multiply_codes(const Product& product, int64_t panel, int64_t end) {
     const bool is_few = product.rows <= 2;
     if (product.weight.bits == 4) {
-        if (is_few) strip = multiply_strips<4, kStripsOfFewRows, 2>(product, strip, end);
-        strip = multiply_strips<4, kStripsOfManyRows, kTileRows>(product, strip, end);
-        multiply_strips<4, 1, kTileRows>(product, strip, end);
+        if (is_few) panel = multiply_panels<4, kPanelsOfFewRows, 2>(product, panel, end);
+        panel = multiply_panels<4, kPanelsOfManyRows, kTileRows>(product, panel, end);
+        multiply_panels<4, 1, kTileRows>(product, panel, end);
     } else {
-        if (is_few) strip = multiply_strips<8, kStripsOfFewRows, 2>(product, strip, end);
-        strip = multiply_strips<8, kStripsOfManyRows, kTileRows>(product, strip, end);
-        multiply_strips<8, 1, kTileRows>(product, strip, end);
+        if (is_few) panel = multiply_panels<8, kPanelsOfFewRows, 2>(product, panel, end);
+        panel = multiply_panels<8, kPanelsOfManyRows, kTileRows>(product, panel, end);
+        multiply_panels<8, 1, kTileRows>(product, panel, end);
     }
 }
 
-// More rows have tiles of fewer strips, so that fewer tiles read a weight.
-TARGET void multiply_floats(const Product& product, int64_t strip, int64_t end) {
+// More rows have tiles of fewer panels, so that fewer tiles read a weight.
+TARGET void multiply_floats(const Product& product, int64_t panel, int64_t end) {
     if (product.rows <= kFewRowsOfFloats) {
-        strip = multiply_strips<32, kStripsOfFloats, kFewRowsOfFloats>(product, strip, end);
+        panel = multiply_panels<32, kPanelsOfFloats, kFewRowsOfFloats>(product, panel, end);
     }
-    strip = multiply_strips<32, kStripsOfFloats / 2, kTileRowsOfFloats>(product, strip, end);
-    multiply_strips<32, 1, kTileRowsOfFloats>(product, strip, end);
+    panel = multiply_panels<32, kPanelsOfFloats / 2, kTileRowsOfFloats>(product, panel, end);
+    multiply_panels<32, 1, kTileRowsOfFloats>(product, panel, end);
 }
 
-// Strips of an item of work.
-int64_t strips_at_once(const Product& product) {
-    if (product.weight.bits == 32) return product.weight.strips < kFewStrips ? kStripsOfFloats / 2 : kStripsOfFloats;
-    return product.rows <= 2 ? kStripsOfFewRows : kStripsOfManyRows;
+// Panels of an item of work.
+int64_t panels_at_once(const Product& product) {
+    if (product.weight.bits == 32) return product.weight.panels < kFewPanels ? kPanelsOfFloats / 2 : kPanelsOfFloats;
+    return product.rows <= 2 ? kPanelsOfFewRows : kPanelsOfManyRows;
 }
 
-TARGET void multiply(const Product& product, int64_t first_strip, int64_t num_strips) {
-    const int64_t end = std::min(first_strip + num_strips, product.weight.strips);
+TARGET void multiply(const Product& product, int64_t first_panel, int64_t num_panels) {
+    const int64_t end = std::min(first_panel + num_panels, product.weight.panels);
     if (product.weight.bits == 32) {
-        multiply_floats(product, first_strip, end);
+        multiply_floats(product, first_panel, end);
     } else {
-        multiply_codes(product, first_strip, end);
+        multiply_codes(product, first_panel, end);
     }
 }

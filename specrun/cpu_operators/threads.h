@@ -1,4 +1,4 @@
-// Threads of whoever calls.
+// The caller's threads.
 #pragma once
 
 #include <cstddef>

@@ -15,10 +15,10 @@ struct WeightTensors {
 };
 
 // False where types or sizes contradict each other. most: blocks that may have numbers of their own.
-inline bool read_values(const ort::Tensor& values, const ort::Tensor& units, int64_t strips, int64_t most,
+inline bool read_values(const ort::Tensor& values, const ort::Tensor& units, int64_t panels, int64_t most,
                         BlockValues* found) {
     using ort::Type;
-    const size_t each = static_cast<size_t>(strips * kColumns);
+    const size_t each = static_cast<size_t>(panels * kColumns);
     switch (values.type) {
         case Type::kFloat: found->stored = Stored::kFloat32; break;
         case Type::kUint16: found->stored = Stored::kBfloat16; break;
@@ -29,13 +29,13 @@ inline bool read_values(const ort::Tensor& values, const ort::Tensor& units, int
     const int64_t blocks = values.elements == each ? 1 : most;
     if (values.elements != each * static_cast<size_t>(blocks)) return false;
     found->values = values.data;
-    found->strip_values = blocks * kColumns, found->block_values = blocks == 1 ? 0 : kColumns;
+    found->panel_values = blocks * kColumns, found->block_values = blocks == 1 ? 0 : kColumns;
     if ((found->stored == Stored::kCodes) != (units.data != nullptr)) return false;
     if (!units.data) return true;
     const int64_t num_units = static_cast<int64_t>(units.elements / each);
     if (units.type != Type::kFloat || num_units == 0 || units.elements % each != 0) return false;
     while ((blocks - 1) >> found->unit_shift >= num_units) ++found->unit_shift;
-    found->units = static_cast<const float*>(units.data), found->strip_units = num_units * kColumns;
+    found->units = static_cast<const float*>(units.data), found->panel_units = num_units * kColumns;
     return (blocks - 1) >> found->unit_shift == num_units - 1;
 }
 
@@ -43,19 +43,19 @@ inline bool read_values(const ort::Tensor& values, const ort::Tensor& units, int
 inline bool read_weight(const WeightTensors& tensors, Weight* weight) {
     using ort::Type;
     const bool has_codes = weight->bits != 32;
-    const size_t bytes = static_cast<size_t>(weight->strips * weight->lines_of_strip() * kLineBytes);
+    const size_t bytes = static_cast<size_t>(weight->panels * weight->lines_of_panel() * kLineBytes);
     if (tensors.lines.type != (has_codes ? Type::kUint8 : Type::kFloat)) return false;
     if (tensors.lines.elements * (has_codes ? 1 : sizeof(float)) != bytes) return false;
     weight->lines = tensors.lines.data;
     if (!has_codes) return true;
     const int64_t blocks = weight->blocks();
-    if (!read_values(tensors.scales, tensors.units, weight->strips, blocks, &weight->scales)) return false;
+    if (!read_values(tensors.scales, tensors.units, weight->panels, blocks, &weight->scales)) return false;
     if (tensors.minima.data &&
-        !read_values(tensors.minima, tensors.minimum_units, weight->strips, blocks, &weight->minima)) {
+        !read_values(tensors.minima, tensors.minimum_units, weight->panels, blocks, &weight->minima)) {
         return false;
     }
     weight->zeros = static_cast<const int8_t*>(tensors.zeros.data);
-    const size_t zeros = static_cast<size_t>(weight->strips * blocks * kColumns);
+    const size_t zeros = static_cast<size_t>(weight->panels * blocks * kColumns);
     return !weight->zeros || (tensors.zeros.type == Type::kInt8 && tensors.zeros.elements == zeros);
 }
 

@@ -35,7 +35,7 @@ class DeviceArray:
 
 
 Grid = tuple[int, int, int]
-"""How many blocks a kernel is started with, in three dimensions."""
+"""Number of blocks that a kernel is started with, in three dimensions."""
 
 
 class DeviceEvent(Protocol):
@@ -63,7 +63,7 @@ class Device(Protocol):
     stream: int
     """The stream's handle, for libraries that queue work of their own on it."""
     multiprocessors: int
-    """How many blocks of 1024 threads run at the same time."""
+    """Number of blocks of 1024 threads that run at the same time."""
 
     def activate(self) -> None:
         """Make this the calling thread's device, for libraries that ask the thread and not the stream."""

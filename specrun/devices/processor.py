@@ -15,7 +15,7 @@ _FEATURES = {
     *("fma", "avx2", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "avx_vnni_int8"),
     *("amx_tile", "amx_int8", "amx_bf16", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme", "sme2"),
 }
-"""What ONNX Runtime chooses kernels by, in Linux's words."""
+"""Processor features by which ONNX Runtime chooses kernels, in Linux's words."""
 THREADS = "SPECRUN_THREADS"
 """The environment variable of ``--threads``."""
 _MOST_THREADS = 1024

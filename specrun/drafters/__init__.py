@@ -50,7 +50,7 @@ class BaseDrafter:
     """What drafters on the host and on a device have in common."""
 
     texts: CachedTexts[Any] | None = None
-    """Its model's cache. A request has the same row there as in the target's cache. None: it has no model."""
+    """Cache of the drafter's model, or None without a model. A request has the same row as in the target's cache."""
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Begin to follow ``requests``, before their texts get rows."""

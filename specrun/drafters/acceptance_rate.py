@@ -25,7 +25,7 @@ class AcceptanceRate:
 
 
 _PRIOR = (4.0, 0.0, 2.0)
-"""How sure it is of a slope of 1 and an offset of 0 at first. A token of which p is 0.5 weighs 0.25."""
+"""Initial precision of slope 1 and offset 0, as ``_precision``. A token with p = 0.5 weighs 0.25."""
 _WINDOW = 512
 """Evaluated tokens after which older ones have lost most of their weight."""
 
@@ -41,7 +41,7 @@ class Calibration:
     slope: float = 1.0
     offset: float = 0.0
     _precision: tuple[float, float, float] = _PRIOR
-    """Of slope and offset: the matrix [[a, b], [b, c]] as (a, b, c)."""
+    """Precision of slope and offset: the matrix [[a, b], [b, c]] as (a, b, c)."""
 
     def acceptance(self, probability: float, doubt: float = 0.0) -> float:
         """The probability of acceptance. probability: the drafter's own. doubt: standard errors that are added."""

@@ -9,8 +9,8 @@ import numpy as np
 from typing_extensions import override
 
 from specrun.drafters import Drafter, Proposal
-from specrun.drafters.draft_ends import DraftEnds
 from specrun.drafters.draft_plan import DraftPlan
+from specrun.drafters.early_stop import EarlyStop
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import RequestError, SpecError, as_spec_error
 from specrun.request.request import Outcome, Request, num_accepted
@@ -37,12 +37,12 @@ class ModelDrafter(Drafter):
         """vocab_size: the target's; ids beyond it are never proposed.
 
         confidence: a greedy text's draft ends behind a token with which all of it is less probable than this, by the
-        draft's own probabilities; 0: never. None: it ends where a round's plan says so (``DraftPlan.end_below``).
+        draft's own probabilities; 0: never. None: a round's plan says where it ends (``EarlyStop``).
         """
         self.runner = runner
         self.texts: HostTexts = self._texts_of(runner, max_draft_len)
         self._confidence = confidence
-        self._ends = DraftEnds()
+        self._early_stop = EarlyStop()
         self._proposals: Sequence[Proposal] = ()
         """The proposals of this round."""
         self._vocab_size = vocab_size
@@ -60,12 +60,12 @@ class ModelDrafter(Drafter):
         proposals = self._proposals = list(map(Proposal.begin, forced))
         for row, request in enumerate(requests):
             self.runner.rows.rewind(row, len(self.texts.ids(request)) - 1)  # The last token's logits start the round.
-        self._ends.begin(plan if self._confidence is None else DraftPlan(plan.draft_len), len(requests))
+        self._early_stop.begin(plan if self._confidence is None else DraftPlan(plan.draft_len), len(requests))
         rows = enumerate(zip(requests, counts, forced, strict=True))
         growing = [row for row, (request, count, begun) in rows if len(begun) < count and not request.draft_error]
         drafts = [proposal.tokens for proposal in proposals]
         for step in range(max(counts)):
-            if not growing or self._ends.ends_before(step, growing, drafts):
+            if not growing or self._early_stop.ends_before(step, growing, drafts):
                 break
             logits = self._logits(requests, counts, forced, proposals, growing, step)
             by_row = zip(growing, logits, strict=True)
@@ -77,7 +77,7 @@ class ModelDrafter(Drafter):
         """The cache is valid as far as the draft tokens were accepted."""
         for proposal, outcome in zip(self._proposals, outcomes, strict=False):
             accepted, evaluated = (0, 0) if isinstance(outcome, SpecError) else outcome.evaluated
-            self._ends.learn(proposal.confidences, accepted, evaluated)
+            self._early_stop.learn(proposal.confidences, accepted, evaluated)
         self._proposals = ()
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
             self.runner.rows.rewind(row, self._num_valid(request, outcome))
@@ -138,7 +138,7 @@ class ModelDrafter(Drafter):
         if len(proposal.tokens) == length:
             return False
         if confidences := proposal.confidences:
-            if not self._ends.keeps(row, confidences[-1]):
+            if not self._early_stop.keeps(row, confidences[-1]):
                 proposal.drop_last()
                 return False
             if math.prod(confidences) < (self._confidence or 0.0):

@@ -42,7 +42,7 @@ class TranslatedTexts(HostTexts):
         return text.ids if text else request.tokens
 
     @override
-    def draft_lag(self, requests: Sequence[Request]) -> int:
+    def num_uncached_draft(self, requests: Sequence[Request]) -> int:
         """Tokens that are not translated yet count as one each."""
         left = self.runner.rows.num_uncached([self.ids(request) for request in requests], 0)
         new = [self.translated[request].num_new(request.tokens) for request in requests]
@@ -80,7 +80,7 @@ class TranslatedDrafter(ModelDrafter):
         self._translator = translator
         self._limit = self.texts.limit
         self._drafted: WeakKeyDictionary[Request, list[Sequence[int]]] = WeakKeyDictionary()
-        """What the model proposed in this round, each token in its own ids."""
+        """The draft's own ids of each token that was proposed in this round."""
 
     @override
     def admit(self, requests: Sequence[Request]) -> None:

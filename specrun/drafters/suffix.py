@@ -102,7 +102,7 @@ class Found(NamedTuple):
 
     tokens: list[int]
     survival: list[float]
-    """How likely each of them is accepted, with all before it."""
+    """Probability that each draft token is accepted, with all before it."""
     rate: AcceptanceRate
     """The acceptance rate of tokens that are found in this way."""
 
@@ -150,12 +150,12 @@ class SuffixDrafter(Drafter):
         """use_logits: of requests that do not say. shares_texts: whether any request sees other texts."""
         self._use_logits, self._shares_texts = use_logits, shares_texts
         self._own: WeakKeyDictionary[Request, tuple[Index, EditedCopy]] = WeakKeyDictionary()
-        """Its text, and what that repeats."""
+        """Index of each request's own text, and the edited copy that it is following."""
         self._past = PastTexts()
         self._accepted: dict[int, AcceptanceRate] = {}
         """Acceptance rates by the bits of the match's length."""
         self._found: WeakKeyDictionary[Request, Found] = WeakKeyDictionary()
-        """What was found in this round."""
+        """Draft found for each request in this round."""
 
     @override
     def admit(self, requests: Sequence[Request]) -> None:

@@ -48,12 +48,12 @@ class StateTensor(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     layer: int = Field(ge=0, le=1 << 16)
-    """Its number among the model's layers."""
+    """Number of the layer among the model's layers."""
     part: str = Field(pattern=r"^(state|inputs|convolution\.[0-9])$")
     shape: list[int] = Field(min_length=1, max_length=4)
-    """Of a row, without the axis of tokens."""
+    """Shape of one row, without the axis of tokens."""
     history: int | None = Field(default=None, ge=0, le=1 << 10)
-    """None: it has no axis of tokens. Else its first axis has so many tokens before those that may be read again."""
+    """Number of tokens on the first axis before those that may be read again; None if there is no axis of tokens."""
 
     def row_shape(self, replays: int) -> tuple[int, ...]:
         """The shape of a row where ``replays`` tokens can be read again."""

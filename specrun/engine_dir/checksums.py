@@ -33,5 +33,5 @@ def state_of(path: Path) -> list[int]:
 
 
 def is_unchanged(path: Path, noted: Sequence[int]) -> bool:
-    """Whether the file is in the state that was noted beside its checksum; not where none was noted."""
+    """Whether the file is in the state that was recorded with its checksum; False if none was recorded."""
     return bool(noted) and state_of(path)[: len(noted)] == [*noted]

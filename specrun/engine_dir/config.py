@@ -1,7 +1,7 @@
 """The engine directory: the only thing ``specbuild`` and ``specrun`` share.
 
 ``config.json`` describes the engine and is written last; the other files are listed in it with size and sha256.
-Everything read here comes from a file somebody else may have written, so all of it is checked.
+Everything read here comes from a file that another tool may have written, so all of it is checked.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ FORMAT_VERSION = 1
 CONFIG_NAME = "config.json"
 GRAPH_NAME = "model.onnx"
 WEIGHTS_NAME = "model.onnx.data"
-"""The graph's weights, beside it."""
+"""File of the graph's weights, in the same directory."""
 PLAN_SUFFIX = ".engine"
 PLAN_NAME = f"rank0{PLAN_SUFFIX}"
 """TensorRT's serialized engine."""
 _NEW_POSITIONS = 2048
-"""Of one pass, where they have memory of their own."""
+"""Positions of one pass, in engines whose new keys and values have memory of their own."""
 KINDS = {"engine": "an engine directory", "checkpoint": "a checkpoint directory"}
 """What ``specbuild`` writes, by the ``kind`` in its config.json."""
 
@@ -97,7 +97,7 @@ def _plain_names(files: dict[str, FileInfo]) -> dict[str, FileInfo]:
 
 
 Files = Annotated[dict[str, FileInfo], AfterValidator(_plain_names)]
-"""What a directory holds beside its config, by name; those of one rank may be in a folder ``rank0``."""
+"""Files of a directory except its config, by name; those of one rank may be in a folder ``rank0``."""
 
 
 class QuantizedWeights(Strict):
@@ -106,7 +106,7 @@ class QuantizedWeights(Strict):
     source: str
     """The ``--qformat``, or the method that the checkpoint came with."""
     forms: dict[str, int]
-    """How many weights there are in each form, such as ``int4 in groups of 128``."""
+    """Number of weights in each format, such as ``int4 in groups of 128``."""
 
 
 class Features(Strict):
@@ -114,11 +114,11 @@ class Features(Strict):
 
     width: int = Field(ge=1, le=1 << 16)
     of: Literal["target", "head"]
-    """Whose graph this is. The memory is the target's."""
+    """Owner of this graph. The memory is the target's."""
     fingerprint: str
     """The same where a head was made for these features: of the target, the layers, and how they are fused."""
     layers: list[int]
-    """Whose inputs are fused, counted from 0; the number of layers stands for the last one's output.
+    """Layers whose inputs are fused, counted from 0; the number of layers stands for the last one's output.
 
     None: the last one's output behind the model's final norm.
     """
@@ -126,7 +126,7 @@ class Features(Strict):
 
 ValueBits = Literal[8, 4]
 CacheForm = Literal["auto", "int8", "int4"]
-"""What ``--kv_cache_dtype`` may be for an engine."""
+"""Values of ``--kv_cache_dtype`` for an engine."""
 VALUE_BITS: dict[CacheForm, ValueBits | None] = {"auto": None, "int8": 8, "int4": 4}
 """Bits of packed values; keys have 8. None: as the checkpoint says."""
 
@@ -136,28 +136,28 @@ class GraphInfo(Strict):
 
     vocab_size: Size
     dtype: FloatName
-    """Of everything that is computed."""
+    """Type of the computation."""
     kv_cache_dtype: CacheName | None = None
-    """What keys and values are stored in; None: what is computed in."""
+    """Type that keys and values are stored in; None: ``dtype``."""
     value_bits: ValueBits | None = None
     """Bits of values' codes, where ``kv_cache_dtype`` is uint8 and heads are packed; keys' have 8."""
     quantized: QuantizedWeights | None = None
     """Weights in few bits, if there are any."""
     caches: list[CacheTensor] = Field(max_length=1 << 16)
     states: list[StateTensor] = Field(default=[], max_length=1 << 16)
-    """What recurrent layers keep."""
+    """State tensors of recurrent layers."""
     ranks: list[list[CacheTensor]] = Field(default=[], max_length=1 << 10)
-    """What each rank has of ``caches``, where several compute the model together; else empty."""
+    """Part of ``caches`` of each rank, where several compute the model together; else empty."""
     replays: int = Field(default=0, ge=0, le=1 << 31)
     """The most tokens that recurrent layers can read again; 0: there are none, or no engine is built yet."""
     features: Features | None = None
-    """None: the graph has none."""
+    """Features that the graph reads or writes; None without any."""
     parallel_drafts: int | None = Field(default=None, ge=1, le=1 << 16)
     """The most draft tokens that one pass of a head gives logits of; None: one, and the next pass goes on from it."""
     sample_from_anchor: bool = True
-    """Of such a head: whether the first draft token has its logits at the last committed one's place, or behind it."""
+    """Whether the first draft token of such a head has its logits at the last committed token's place, or after it."""
     markov_rank: int | None = Field(default=None, ge=1, le=1 << 16)
-    """Of a head each of whose draft tokens adds to the logits of the next one; see ``MARKOV_FILES``."""
+    """Rank of the Markov head, in which each draft token adds to the next one's logits; see ``MARKOV_FILES``."""
     has_confidence: bool = False
     """Whether the last of ``vocab_size`` logits is none of a token: its sigmoid is the probability of acceptance."""
 
@@ -260,7 +260,7 @@ class Tensor(Strict):
     dtype: str
     shape: list[int | str]
     aliases: str | None = None
-    """For a cache output: the input whose memory it is."""
+    """Input whose memory a cache output shares."""
 
 
 class Profile(Strict):
@@ -283,9 +283,9 @@ class BuildConfig(Strict):
     gather_generation_logits: bool
     multiple_profiles: bool = False
     tp_size: int = Field(default=1, ge=1, le=1 << 10)
-    """How many ranks compute the model together (tensor parallel)."""
+    """Number of ranks that compute the model together (tensor parallel)."""
     kv_cache_dtype: CacheForm = "auto"
-    """How an engine for a CPU keeps keys and values; ``auto``: as the checkpoint says."""
+    """Format in which an engine for a CPU keeps keys and values; ``auto``: the checkpoint's."""
     cache_length: Size
     profiles: list[Profile]
 
@@ -302,7 +302,7 @@ class BackendInfo(Strict):
     needs_cpu_operators: int = Field(default=0, ge=0)
     """The version of specrun's own CPU operators that its graph has; 0: none."""
     capturable: bool = False
-    """Of ONNX Runtime on CUDA: whether its kernels were seen to work in CUDA graphs."""
+    """Whether ONNX Runtime's kernels were seen to work in CUDA graphs."""
     skips_unused_tokens: bool = False
     """Whether padding (``UNUSED_TOKEN``) costs nothing: a pass takes as long as its rows have tokens together."""
 
@@ -314,15 +314,15 @@ class Provenance(Strict):
     created: str
     source: str
     versions: dict[str, str]
-    """Of the packages that made it."""
+    """Versions of the packages that made it."""
     machine: str = ""
-    """What it was made for."""
+    """Machine that it was made for."""
     options: dict[str, JsonValue] | None = None
-    """Those that decide what is in the files. None if not recorded."""
+    """Options that decide what is in the files. None if not recorded."""
     inputs: dict[str, str] = {}
     """The sha256 of everything that was read, by name."""
     input_states: dict[str, list[int]] = {}
-    """By which an input is known to be the same without reading it: see ``specrun.engine_dir.checksums``."""
+    """File states that show that an input is unchanged without reading it; see ``specrun.engine_dir.checksums``."""
     notes: list[str] = []
 
 
@@ -336,16 +336,16 @@ class EngineConfig(Strict):
     graph: GraphInfo
     io: list[Tensor]
     pass_times: PassTimes | None = None
-    """None: on a GPU, or of a draft head."""
+    """Measured times of passes; None on a GPU, or for a draft head."""
     bit_exact: BitExact | None = None
-    """None: not probed, as on GPUs."""
+    """Result of the probe of exactness to the bit; None if not probed, as on GPUs."""
     tokenizer: TokenizerInfo | None
     eos_token_ids: list[int]
     pretrained_config: dict[str, Any]
     provenance: Provenance
     files: Files = Field(min_length=1)
     modified: dict[str, int] = {}
-    """When files were last changed as their checksums were taken, in nanoseconds since 1970."""
+    """Modification time of each file when its checksum was taken, in nanoseconds since 1970."""
 
     @property
     def writes_cache(self) -> bool:

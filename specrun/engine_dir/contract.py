@@ -23,7 +23,7 @@ go on from there; where that is -1, nothing is wanted and nothing is written. Bo
 
 A head that drafts in one pass (``GraphInfo.parallel_drafts``) gives logits [B, K, V] of K draft tokens one after the
 other, and leaves features as they are. The first position of ``logits_indices`` is that of the last committed token, or
-the one behind it (``GraphInfo.sample_from_anchor``). What is fed behind the last committed token is of no account.
+the one behind it (``GraphInfo.sample_from_anchor``). What is fed after the last committed token is ignored.
 
 - One without a cache of its own reads no texts, only the feature in front of the last committed token.
 - Another one keeps keys and values of the features of tokens. Those of the last committed token and of what is behind

@@ -19,9 +19,9 @@ from specrun.engine_dir.small_files import read_small
 from specrun.errors import OutputExistsError
 
 QUALITY_NAME = "quality.json"
-"""What ``specbuild quantize`` says of its result, beside it."""
+"""Report of ``specbuild quantize``, in its output directory."""
 TRAINING_NAME = "training.json"
-"""What ``specbuild train_draft`` says of a draft, beside it."""
+"""Report of ``specbuild train_draft``, in its output directory."""
 TRITON_KIND = "triton_repository"
 """The ``kind`` of a model repository for Triton."""
 _SCRATCH_END = ".tmp"
@@ -155,9 +155,9 @@ def sweep(output: Path) -> None:
 
 
 def _lock(directory: Path) -> int | None:
-    """A descriptor that shows other processes, until it is closed or this one dies, that somebody works in there.
+    """A descriptor that shows other processes, until it is closed or this one dies, that the directory is in use.
 
-    None where somebody does already, where it is gone or another user's, or where the file system has no locks.
+    None where it is in use already, where it is gone or another user's, or where the file system has no locks.
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY)

@@ -21,17 +21,17 @@ class ElementType:
     name: str
     """The name in torch, numpy and our configs."""
     storage: np.dtype[Any]
-    """What numpy stores it as; numpy has no bfloat16 and no float8, so there only the size is right."""
+    """Type of numpy that stores it; numpy has no bfloat16 and no float8, so there only the size is right."""
     onnx: int
-    """Its number in ``onnx.TensorProto.DataType``."""
+    """Number in ``onnx.TensorProto.DataType``."""
     onnxruntime: str
-    """Its name in ONNX Runtime's ``tensor(..)``."""
+    """Name in ONNX Runtime's ``tensor(..)``."""
     tensorrt: str
-    """Its name in ``tensorrt.DataType``, in lower case."""
+    """Name in ``tensorrt.DataType``, in lower case."""
     noise: float = 0.0
-    """How far rounding may move a logit of a running model, as a share of the row's largest logit."""
+    """Most that rounding may move a logit of a running model, as a share of the row's largest logit."""
     tolerance: float = 0.0
-    """How far an exported graph's logits may be from the model's, as a share of the largest logit."""
+    """Largest accepted difference of an exported graph's logits from the model's, as a share of the largest logit."""
 
     @property
     def nbytes(self) -> int:

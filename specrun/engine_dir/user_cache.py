@@ -21,9 +21,9 @@ class Entry:
     """The checkpoint's name and a key of 16 hexadecimal digits."""
     path: Path
     bytes: int
-    """On the disk."""
+    """Size of the engine on the disk in bytes."""
     used: float
-    """When it was last asked for, in seconds since 1970."""
+    """Time of the last use, in seconds since 1970."""
 
 
 def user_cache() -> Path:
@@ -81,7 +81,7 @@ def remove(entry: Entry) -> None:
 
 
 def remove_locked(place: Path) -> None:
-    """Remove what is there, which this process has locked. Raises OSError."""
+    """Remove the entry, which this process has locked. Raises OSError."""
     # Under another name first: what is half removed must not be found as an engine.
     gone = place.with_name(f".{place.name}.removed")
     shutil.rmtree(gone, ignore_errors=True)  # What a removal that was killed has left.

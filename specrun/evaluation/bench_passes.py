@@ -30,12 +30,12 @@ class Pass:
     later_tokens: list[float] = field(default_factory=list)
     """Seconds of a token behind the first one, for each request that has any."""
     later: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
-    """What ``_clock`` counts, in all rounds after those in which prompts were still read."""
+    """Counts of ``_clock`` in all rounds after those in which prompts were still read."""
     rounds: list[tuple[int, int, int]] = field(default_factory=list)
     """Draft tokens of a request's round: drafted, evaluated, accepted."""
     ids: list[list[int]] = field(default_factory=list)
     stats: dict[str, list[Stats]] = field(default_factory=dict)
-    """Of the requests, by category."""
+    """Statistics of the requests, by category."""
     first: Request | None = None
     """The first request."""
 

@@ -60,7 +60,7 @@ class Result:
     """Output tokens over wall time, the prompts' included."""
     tokens_per_second: Spread
     speedup: Spread
-    """By tokens a second; with a request rate, by the time from a request's arrival to its last token."""
+    """Speedup in tokens a second; with a request rate, in the time from a request's arrival to its last token."""
     first_token_ms_alone: Spread
     """Milliseconds from a batch's start to its first tokens."""
     first_token_ms: Spread
@@ -74,7 +74,7 @@ class Result:
     identical_ids: bool | None
     """True if the ids are the target's own; None if only their distribution has to be."""
     split: Split | None
-    """None on a GPU, where a round's parts are not timed, and where first rounds were all there was."""
+    """Split of the round time; None on a GPU, where parts are not timed, and where only first rounds ran."""
     token_ms: float = 0.0
     """Mean milliseconds of a request's tokens behind its first one, of the pair."""
     speculative_decoding: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Result:
     first_token_ms_p99: float | None = None
     """Milliseconds within which 99% of the pair's requests had their first token."""
     example: Example | None = None
-    """None where there is no tokenizer."""
+    """Example text; None without a tokenizer."""
     again: bool = False
     """Whether the texts were asked for before. False: all are new."""
 

@@ -32,7 +32,7 @@ class BenchSettings:
     options: RequestOptions = field(default_factory=RequestOptions)
     """The chat template and the constraint of all requests; the rest of it does not count."""
     config: DraftTargetConfig = field(default_factory=lambda: DraftTargetConfig(reuse_blocks=False))
-    """How the pair is run, but for the draft length. Where it shares texts, all are asked for once before they are
+    """Configuration of the pair except the draft length. Where it shares texts, all are asked for once before they are
     measured; else each is new."""
 
     def __post_init__(self) -> None:

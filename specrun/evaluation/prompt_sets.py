@@ -27,7 +27,7 @@ class BenchPrompt(NamedTuple):
     prompt: str | Sequence[int]
     """A text, or token ids."""
     category: str = ""
-    """The kind of task that it is; empty where nobody says."""
+    """Kind of the task; empty if not given."""
     output_len: int | None = None
     """Tokens of its output. None: as many as the others have."""
 

@@ -35,7 +35,7 @@ class Divergence:
     kl_mean: float
     """Kullback-Leibler divergence KL(P || Q), in nats: 0 where both predict the same."""
     kl_p99: float
-    """Its 99th percentile."""
+    """99th percentile of the divergence."""
     same_top1: float
     """Share of the tokens where both find the same token likeliest."""
 
@@ -55,7 +55,7 @@ class Score:
     logprobs: tuple[tuple[int, float], ...]
     """The scored tokens, and their log-probabilities in nats."""
     divergence: Divergence | None = None
-    """From the base's predictions; None without a base."""
+    """Divergence from the base's predictions; None without a base."""
 
 
 def score(

@@ -46,7 +46,7 @@ class DeviceBackend(Protocol):
 
     config: EngineConfig
     device: Device
-    """Where inputs and logits are."""
+    """Device that holds inputs and logits."""
 
     @property
     def cache(self) -> DeviceCache:

@@ -43,7 +43,7 @@ class DeviceKVCache:
         self.blocks = 0
         self.states = states
         self.kept_states = 0
-        """How many states the pool has room for."""
+        """Number of states that the pool has room for."""
         self._device = device
         self._shapes = shapes
         self._storage = np.dtype(storage)

@@ -47,7 +47,7 @@ def need(role: str, config: EngineConfig, rows: int, positions: int, texts: bool
 def require_room(gpu: str, free: int, fraction: float, needs: list[Need]) -> None:
     """Raise BackendError, with the arithmetic, unless ``needs`` fit into ``free`` bytes.
 
-    Weights, workspace and buffers come first. Caches may take ``fraction`` of what is left. gpu: its name in messages.
+    Weights, workspace and buffers come first. Caches may take ``fraction`` of the rest. gpu: its name in messages.
     """
     fixed = sum(item.weights + item.workspace + item.buffers for item in needs)
     caches = sum(item.cache for item in needs)

@@ -41,7 +41,7 @@ class QueuedRound:
 
     def __init__(self, records: DeviceRecords) -> None:
         self.draft_len = -1
-        """-1: there was no round yet."""
+        """Draft length of the latest round; -1 before the first."""
         self.is_steady_state = False
         """False while this shape is warming up; its time is then ignored."""
         self._records = records

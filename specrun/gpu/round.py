@@ -7,7 +7,7 @@ device captures its own work.
 The next round is queued before the last one is read where the host has nothing to say in between. Then the device does
 not wait for the host. That is so when
 
-- the scheduler allows it, because nobody is about to join: the requests keep their rows;
+- the scheduler allows it, because no request is about to join: the requests keep their rows;
 - no row is constrained and no draft comes from the host: masks and those drafts depend on the text;
 - both rounds before had the same draft length, so the draft has nothing to catch up on;
 - no request has ended, so that its row need not be freed; and one at least cannot reach its length in the round before.
@@ -15,7 +15,7 @@ not wait for the host. That is so when
 The device knows lengths, stop ids, token counts and failed drafts itself. A row that ended drafts and commits nothing
 more there. What the host alone knows (stop texts, cancelling, timeouts, errors) ends a request whose row goes on in the
 queued round; its tokens of that round are dropped. A row's cache then holds more than the text, of which only the
-text's own length counts. Rows do not move before the queued round is read. After an error in a step nobody reads it:
+text's own length counts. Rows do not move before the queued round is read. After an error in a step it is not read:
 its requests have failed, and later work stands behind it in the stream.
 """
 
@@ -97,7 +97,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         self._no_probs = DraftProbs(self._target_distributions, runner.logits, 0, 0, runner.vocab)
         self._devices = list(dict.fromkeys((*target.devices, *(self.drafter.devices if self.drafter else ()))))
         self._seconds: dict[tuple[int, int], float] = {}
-        """Of rounds by batch size and draft length, in the warm-up."""
+        """Seconds of rounds in the warm-up, by batch size and draft length."""
         self._captures = Captures(captures, [target, *(self.drafter.captured if self.drafter else ())])
 
     @property

@@ -2,7 +2,7 @@
 
 TensorRT updates nothing but keys and values in place. So a pass leaves its states in memory of their own, and a kernel
 copies them to the rows behind it. A pass of B rows copies what B rows keep, once. Two memories that take turns would
-need no copy. But a row that does not decode must keep its states while those beside it go on, and every captured round
+need no copy. But a row that does not decode must keep its states while other rows go on, and every captured round
 would be needed once for each turn.
 """
 
@@ -38,7 +38,7 @@ class DeviceStates:
         self._replays = replays
         self._read = device.zeros((rows,), np.int64)
         self._advances = device.zeros((rows,), np.int32)
-        """Of each row of a pass: whether what the pass leaves becomes its state."""
+        """[rows]: 1 for each row of a pass whose result becomes its state, else 0."""
         self._tensors = [*(device.zeros((rows, *shape), np.float32) for shape in shapes), self._read]
         self._left = [*(device.zeros((rows, *shape), np.float32) for shape in shapes), self._keep_indices]
         self._pool: list[DeviceArray] = []

@@ -160,7 +160,7 @@ class TrtBackend:
         _check_engine(directory, config, self._engine)
         self._kernels = KernelCache(self._engine, f"{config.files[plan.name].sha256[:16]}-{capability}")
         self.communicator: Any = None
-        """Of a rank: NCCL's, in a capsule. Contexts are told of it when they are made."""
+        """NCCL's communicator of a rank, in a capsule; None without ranks. New contexts receive it."""
         self._contexts: dict[Call | int, _Context] = {}
         self._workspace: DeviceArray | None = None
 

@@ -52,7 +52,7 @@ class HostKVCache:
         self._next, self._next_states = self._memory, self._states
         """Memory that was allocated for a larger size; empty where there is none."""
         self.kept_states = blocks * BLOCK // TOKENS_OF_STATE if states else 0
-        """How many states the pool has room for."""
+        """Number of states that the pool has room for."""
         self._state_pool: list[Cache] = [np.empty((self.kept_states, *shape), np.float32) for shape in states]
         # Block after block: the operating system provides no memory for blocks that were never written.
         pool = np.empty((blocks, BLOCK * self._bounds[-1]), storage)

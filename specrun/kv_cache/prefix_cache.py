@@ -18,7 +18,7 @@ class Block:
     """A cached block."""
 
     number: int
-    """Its place in the pool."""
+    """Place of the block in the pool."""
     serial: int
     """Never given twice in a process: states of recurrent layers are known by it too. A block names the block before it
     by this, so none is found behind an evicted block."""

@@ -182,7 +182,7 @@ class RecurrentRows(CacheRows):
         super().__init__(cache)
         self._kept = KeptStates(cache.kept_states)
         self.read = [0] * cache.rows
-        """How many tokens of each row's text its states have read, at most its length; see ``contract``."""
+        """[rows]: number of tokens that the states of each row have read, at most its length; see ``contract``."""
 
     @override
     def admit(self, row: int, tokens: Sequence[int]) -> int:

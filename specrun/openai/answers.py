@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 from specrun.openai.tool_calls import CallDelta, Seen, ToolCallParser
 from specrun.request.request import Request
 from specrun.request.stats import speculative_decoding
-from specrun.request.updates import Ended, Update, Watch
+from specrun.request.updates import Ended, Update, UpdateCursor
 from specrun.sampling.sampler import TokenLogprob
 from specrun.text.token_bytes import TokenBytes
 
 _REASONS = {"stop": "stop", "length": "length"}
-"""What OpenAI calls the ends of a text. It has no words for others, which cut a text off as length does."""
+"""OpenAI's names of finish reasons. It has no words for others, which cut a text off as length does."""
 
 
-class Scored(NamedTuple):
+class TokenScore(NamedTuple):
     """A token and its log-probability; None for a prompt's first token, which follows nothing."""
 
     token: int
@@ -33,11 +33,11 @@ class Delta(NamedTuple):
     """What an update adds to an answer."""
 
     text: str
-    scores: Sequence[Scored]
+    scores: Sequence[TokenScore]
     offset: int
     """Characters of the tokens' texts before those of ``scores``."""
     calls: Sequence[CallDelta] = ()
-    """What is new of calls of tools. ``text`` has nothing of them."""
+    """New parts of calls of tools. ``text`` does not contain them."""
 
 
 @dataclass
@@ -50,18 +50,18 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
-class Asked(NamedTuple):
-    """What a body wants to see of its answers."""
+class ResponseOptions(NamedTuple):
+    """What a body wants its answers to contain."""
 
     echoes: bool = False
     """True if the text and its log-probabilities begin with the prompt."""
     shows_prompt_logprobs: bool = False
-    """True if the prompt's log-probabilities were asked for by themselves."""
+    """True if ``prompt_logprobs`` was given: the answer has those of the prompt in a field of their own."""
     drops_output: bool = False
     """True if no output is wanted (``max_tokens`` 0)."""
 
 
-NOTHING = Asked()
+DEFAULT_RESPONSE_OPTIONS = ResponseOptions()
 
 
 @dataclass
@@ -69,15 +69,15 @@ class Answer:
     """One choice of an answer, as far as it has come."""
 
     request: Request
-    """Only what it was asked for is read here: its prompt, ``echo``, ``logprobs`` and the calls that it may hold."""
+    """Request of the choice. Only its prompt, ``echo``, ``logprobs`` and the calls that it allows are read."""
     names: TokenBytes | None
-    asked: Asked = NOTHING
+    response_options: ResponseOptions = DEFAULT_RESPONSE_OPTIONS
     is_streamed: bool = False
     """True if arguments of calls are given as they arrive."""
     calls: list[ToolCall] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    scores: list[Scored] = field(default_factory=list)
-    prompt_scores: list[Scored] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore] = field(default_factory=list)
     num_output_tokens: int = 0
     """An end-of-text token included."""
     ended: Ended | None = None
@@ -93,20 +93,20 @@ class Answer:
     def add(self, update: Update) -> Delta:
         """Take what a round has brought."""
         texts: list[str] = []
-        scores: list[Scored] = []
+        scores: list[TokenScore] = []
         if not self._begun:
             self._begun = True
             texts.append(self.request.echo)
             if self.request.prompt_logprobs is not None:
                 known = [None, *update.prompt_logprobs]
-                self.prompt_scores = [*map(Scored, self.request.prompt, known)]
-                if self.asked.echoes and self.request.logprobs is not None:
+                self.prompt_scores = [*map(TokenScore, self.request.prompt, known)]
+                if self.response_options.echoes and self.request.logprobs is not None:
                     scores += self.prompt_scores
-        if not self.asked.drops_output:
+        if not self.response_options.drops_output:
             texts += [output.text for output in update.token_outputs]
             self.num_output_tokens += len(update.token_outputs)
             if self.request.logprobs is not None:
-                scores += [Scored(output.token, output.logprob) for output in update.token_outputs]
+                scores += [TokenScore(output.token, output.logprob) for output in update.token_outputs]
         self.ended = update.ended
         seen = Seen("".join(texts), ())
         if self._parser:
@@ -126,10 +126,12 @@ class Answer:
             self.calls[delta.index].arguments += delta.arguments
 
     @classmethod
-    def of(cls, request: Request, names: TokenBytes | None, asked: Asked = NOTHING) -> Answer:
+    def of(
+        cls, request: Request, names: TokenBytes | None, response_options: ResponseOptions = DEFAULT_RESPONSE_OPTIONS
+    ) -> Answer:
         """The answer of a request that has ended."""
-        answer = cls(request, names, asked)
-        if update := Watch(request).update():
+        answer = cls(request, names, response_options)
+        if update := UpdateCursor(request).update():
             answer.add(update)
         return answer
 
@@ -150,7 +152,7 @@ class Answer:
             return None
         if self.calls and self.ended.reason == "stop":
             return "tool_calls"
-        return "length" if self.asked.drops_output else _REASONS.get(self.ended.reason, "length")
+        return "length" if self.response_options.drops_output else _REASONS.get(self.ended.reason, "length")
 
     @property
     def stop_reason(self) -> str | None:
@@ -176,7 +178,7 @@ def completion_logprobs(delta: Delta, names: TokenBytes) -> dict[str, Any]:
     }
 
 
-def _top(score: Scored, names: TokenBytes) -> dict[str, float] | None:
+def _top(score: TokenScore, names: TokenBytes) -> dict[str, float] | None:
     """The likeliest tokens' texts and log-probabilities, and the token itself."""
     if score.logprob is None:
         return None
@@ -209,7 +211,7 @@ def prompt_logprobs(answer: Answer) -> list[dict[str, Any] | None]:
     return [_by_id(score, answer.names) for score in answer.prompt_scores]
 
 
-def _by_id(score: Scored, names: TokenBytes | None) -> dict[str, Any] | None:
+def _by_id(score: TokenScore, names: TokenBytes | None) -> dict[str, Any] | None:
     if score.logprob is None:
         return None
     ranks = {token: rank for rank, (token, _) in enumerate(score.logprob.top, 1)}

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from specrun import arguments
 from specrun.errors import RequestError
-from specrun.openai.answers import Asked
+from specrun.openai.answers import ResponseOptions
 from specrun.openai.constraints import read_constraint
 from specrun.openai.fields import Fields, as_object, wrong
 from specrun.openai.prompts import are_ids, read_messages, read_prompts
@@ -99,9 +99,9 @@ class OpenAIBody:
     """True if the answer has the prompt's log-probabilities."""
 
     @property
-    def asked(self) -> Asked:
+    def response_options(self) -> ResponseOptions:
         """What the answers show."""
-        return Asked(self.options.echo, self.shows_prompt_logprobs, self.drops_output)
+        return ResponseOptions(self.options.echo, self.shows_prompt_logprobs, self.drops_output)
 
 
 def read_completion(body: object, defaults: SamplingParams = DEFAULTS, max_prompt_len: int | None = None) -> OpenAIBody:

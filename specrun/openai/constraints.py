@@ -28,7 +28,7 @@ _STRUCTURED = {
 def read_constraint(fields: Fields) -> dict[str, Any]:
     """The options of a request that constrain its output; empty where a body asks for none.
 
-    Their values are checked by ``RequestOptions`` and by whoever compiles them. Raises RequestError.
+    Their values are checked by ``RequestOptions`` and by the compiler of grammars. Raises RequestError.
     """
     found = fields.take("response_format", _response_format) or {}
     for name, option in _GUIDED.items():

@@ -24,7 +24,7 @@ def as_object(name: str, value: Any) -> Mapping[str, Any]:
 
 
 class Fields:
-    """The fields of a JSON object that are not null. What nobody has taken is ``left``."""
+    """The fields of a JSON object that are not null. Fields that were not read are in ``left``."""
 
     def __init__(self, body: Mapping[str, Any], prefix: str = "") -> None:
         """prefix: before the fields' names in errors."""
@@ -50,7 +50,7 @@ class Fields:
             raise
 
     def pop(self, name: str) -> Any:
-        """A field as it is, which somebody else checks; None where it is missing."""
+        """A field as it is, not checked here; None where it is missing."""
         return self.left.pop(name, None)
 
     def required(self, name: str, check: Callable[[str, Any], _T]) -> _T:

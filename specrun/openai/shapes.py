@@ -27,7 +27,7 @@ class Head(NamedTuple):
     """What every answer to a body begins with."""
 
     identity: str
-    """What ``id`` ends with."""
+    """Last part of ``id``."""
     created: int
     """Seconds since 1970."""
     model: str
@@ -79,7 +79,7 @@ class ChoiceShape(Protocol):
         """What an update adds to a choice, in any number of chunks."""
 
     def more(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """What a whole answer has beside its choices."""
+        """Fields of a whole answer except its choices."""
 
 
 def whole_answer(shape: ChoiceShape, answers: Sequence[Answer], n: int, head: Head) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class CompletionShape(Shape, ChoiceShape):
 
     @override
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        more = {"prompt_logprobs": prompt_logprobs(answer)} if answer.asked.shows_prompt_logprobs else {}
+        more = {"prompt_logprobs": prompt_logprobs(answer)} if answer.response_options.shows_prompt_logprobs else {}
         return self._choice(index, answer, answer.whole) | more
 
     @override
@@ -204,7 +204,11 @@ class ChatShape(Shape, ChoiceShape):
 
     @override
     def more(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        return {"prompt_logprobs": prompt_logprobs(answers[0])} if answers[0].asked.shows_prompt_logprobs else {}
+        return (
+            {"prompt_logprobs": prompt_logprobs(answers[0])}
+            if answers[0].response_options.shows_prompt_logprobs
+            else {}
+        )
 
     @override
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class ToolCallParser:
         self._form, self._several, self._holds = expected.form, expected.several, holds
         self._opening = re.compile(rf"{re.escape(self._form.tag)}\s*(\{{|\Z|)")
         self._text = ""
-        """What has come and is not decided."""
+        """Text that has come and is not decided."""
         self._object: _Object | None = None
         """The JSON object of a call that has begun."""
         self._before = ""

@@ -165,7 +165,7 @@ class RequestFactory:
         return TextStream(self._detokenizer, ids, arguments.texts("stop", options.stop), shown)
 
     def check(self, request: Request) -> None:
-        """Raise RequestError, naming the parameter, unless this decoder has room for ``request``, whoever made it."""
+        """Raise RequestError, naming the parameter, unless this decoder has room for ``request``."""
         build = self.target.build_config
         length, draft_len = request.max_output_len, request.draft_len
         self._check_prompt(request.prompt, "prompt")

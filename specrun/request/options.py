@@ -1,4 +1,4 @@
-"""What a user may ask of one request, beside its prompt and its sampling."""
+"""Options of one request, except its prompt and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class RequestOptions(Checked):
     draft_len: Annotated[int | Literal["auto"] | None, draft_length] = None
     """Draft tokens a round; 0: the target alone. None and ``auto``: as the decoder was opened."""
     acceptance: Literal["tokens", "logits"] | None = None
-    """How draft tokens are accepted. None: as the decoder was opened."""
+    """Method by which draft tokens are accepted. None: the decoder's default."""
     logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
-    """Log-probabilities of every token, and of this many likeliest tokens beside it. None: of no token."""
+    """Log-probabilities of every token, and of this many likeliest tokens at its position. None: of no token."""
     prompt_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
     """Log-probabilities of the prompt's tokens, likewise. Only targets on the CPU give them."""
     reuse_blocks: bool = True

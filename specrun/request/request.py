@@ -33,7 +33,7 @@ class TokenOutput(NamedTuple):
     text: str
     from_draft: bool
     logprob: TokenLogprob | None = None
-    """None unless the request asked for log-probabilities."""
+    """Log-probability of the token; None unless the request asked for it."""
 
 
 class Outcome(NamedTuple):
@@ -75,19 +75,19 @@ class Request(Checked):
     use_logits: bool | None = None
     """Modified rejection sampling instead of comparing tokens; None: as the decoder has it."""
     logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
-    """Log-probabilities of every committed token, and of this many likeliest ones beside it; None: of none."""
+    """Log-probabilities of every committed token, and of this many likeliest ones at its position; None: of none."""
     prompt_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
     """Log-probabilities of the prompt's tokens, and of this many likeliest ones beside each; None: of none."""
     reuse_blocks: bool = True
     """True if its text shares the prefix cache with other texts."""
     echo: str = ""
-    """What ``text`` begins with."""
+    """Beginning of ``text``: the prompt, or nothing."""
     timeout: float | None = None
     """Seconds after which the request ends as it is."""
     grammar: Grammar | None = None
-    """What the output must follow. It ends when nothing more may follow."""
+    """Grammar that the output must follow. The output ends when nothing more may follow."""
     expected_calls: ExpectedCalls | None = None
-    """Calls of tools that the text may hold; whoever answers reads them."""
+    """Calls of tools that the text may contain; the server parses them."""
     has_logits_processors: bool = field(init=False)
     """True if its logits are changed before they become a distribution."""
     matcher: Matcher | None = field(init=False)
@@ -104,7 +104,7 @@ class Request(Checked):
     """Why nothing more is drafted for it; None where its draft has not failed."""
     stats: Stats = field(init=False, default_factory=Stats)
     _counts: TokenCounts = field(init=False)
-    """Of the prompt and the output, if penalties need them."""
+    """Token counts of the prompt and the output, if penalties need them."""
     _began: float = field(init=False, default=0.0)
     _cancelled: bool = field(init=False, default=False)
     _on_cancel: Callable[[Request], None] | None = field(init=False, default=None)

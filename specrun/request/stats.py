@@ -23,7 +23,7 @@ class Stats:
     forced: int = 0
     """Draft tokens that a grammar forced; ``drafted`` includes them."""
     steps: list[tuple[int, int]] = field(default_factory=list)
-    """Of each round that drafted its draft tokens, and the accepted ones of these."""
+    """Numbers of draft tokens and of accepted draft tokens, one pair for each round that drafted."""
     max_draft_len: int = 0
     """Most draft tokens that a round could have had."""
     cached: int = 0

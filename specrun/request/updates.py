@@ -1,4 +1,4 @@
-"""What is new of a request, as values: for whoever may not read the request itself while a step runs."""
+"""Updates of a request as values, for threads that may not read the request while a step runs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Update(NamedTuple):
 
     token_outputs: Sequence[TokenOutput]
     steps: Sequence[tuple[int, int]]
-    """Those of ``Stats.steps``: of one round or several."""
+    """New entries of ``Stats.steps``, of one round or several."""
     prompt_logprobs: Sequence[TokenLogprob]
     """Log-probabilities of the prompt's tokens from the second on, in a request's first update if it wants them."""
     ended: Ended | None
-    """None: another update follows."""
+    """End of the request; None if another update follows."""
 
 
-class Watch:
-    """Remembers what was told of a request."""
+class UpdateCursor:
+    """Remembers up to where a request's updates were read."""
 
     def __init__(self, request: Request) -> None:
         self.request = request

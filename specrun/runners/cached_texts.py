@@ -70,7 +70,7 @@ class CachedTexts(Generic[AnyRunner]):
         self.runner.prefill([self.ids(request)[:-1] for request in requests], first, max_tokens)
         self._keep_states(requests, first)
 
-    def draft_lag(self, requests: Sequence[Request]) -> int:
+    def num_uncached_draft(self, requests: Sequence[Request]) -> int:
         """The most tokens that a row must read before the first draft step, which feeds the last ones itself."""
         return max(0, max(self.runner.rows.num_uncached([r.tokens for r in requests], 0)) - (self.first_step_len or 0))
 

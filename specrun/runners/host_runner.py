@@ -74,7 +74,7 @@ class ModelRunner:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.vocab_size = backend.config.graph.vocab_size
-        """How many ids a row of logits has."""
+        """Number of ids in a row of logits."""
         self.rows = rows_of(backend.cache, backend.config.graph)
         self._padding = UNUSED_TOKEN if backend.config.backend.skips_unused_tokens else 0
         self.head: ModelRunner | None = None

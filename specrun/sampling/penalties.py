@@ -19,9 +19,9 @@ class TokenCounts(NamedTuple):
     """The tokens of a text, as penalties count them. Immutable."""
 
     ids: npt.NDArray[np.int64]
-    """Its tokens, each once."""
+    """Token ids of the text, each once."""
     counts: Floats
-    """How often each is in the output; 0: in the prompt alone."""
+    """Number of occurrences of each id in the output; 0: in the prompt alone."""
 
     @classmethod
     def of(cls, prompt: Sequence[int]) -> TokenCounts:

@@ -27,7 +27,7 @@ from specrun.sampling.limits import MAX_BIASES
 Floats = npt.NDArray[np.float32]
 
 SEEDS = 1 << 64
-"""How many seeds there are."""
+"""Number of seeds."""
 LARGEST_BIAS = 1000
 """The largest penalty or bias: beyond it logits would leave float32, or nothing would change any more."""
 

@@ -3,7 +3,7 @@
 In engines that skip unused tokens a pass takes as long as its rows have tokens together. There a draft token is worth
 the probability that it is accepted with all of its draft before it. It costs the time by which it makes the round
 longer, in which the batch could have written tokens at its usual speed. So every row drafts as long as its next token
-is worth more than that price, and rows whose drafts are good have more of them.
+is worth more than that, and rows whose drafts are good have more of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def batch_tokens(alphas: Sequence[float], row_limits: Sequence[int], longest: in
     return tokens
 
 
-def least_survivors(seconds: Sequence[float], tokens_per_second: float, alpha: float) -> list[float]:
+def min_expected_survivors(seconds: Sequence[float], tokens_per_second: float, alpha: float) -> list[float]:
     """How many rows' drafts must be likely to stand behind 1, 2, .. draft tokens, for more of them to pay.
 
     seconds: T(0), T(1), .. T(g). alpha: how likely another token is accepted whose draft stood so far. To go on from
@@ -103,8 +103,8 @@ def share(
     return [best[row] for row in range(batch)], rate
 
 
-def prices(passes: Sequence[float], tokens_per_second: float, batch: int) -> list[float]:
-    """See ``DraftPlan.prices``. passes: the target's time for each further draft token of all rows."""
+def min_survival(passes: Sequence[float], tokens_per_second: float, batch: int) -> list[float]:
+    """See ``DraftPlan.min_survival``. passes: the target's time for each further draft token of all rows."""
     return [max(0.0, tokens_per_second * seconds / batch) for seconds in passes]
 
 

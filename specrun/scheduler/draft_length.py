@@ -10,9 +10,9 @@ rate (arXiv 2211.17192). Both are measured. A non-speculative step is a round wi
    because only drafting shows whether it has begun to pay. Trials cost at most ``trial_time_share`` of the time.
 4. Otherwise the best g by optimistic times is chosen. So a length that was rarely tried, but may be the best, is tried.
    If drafting promises little, plain rounds follow now and then, so that T(0) stays known. One that is alone takes
-   longer than those that follow one another would; ``Settling`` says by how much.
-5. Where drafts can end by themselves, they may have as many tokens as the rows can use, and ``DraftPlan.end_below``
-   says where another one no longer pays.
+   longer than those that follow one another would; ``PostDraftSlowdown`` says by how much.
+5. Where drafts can end by themselves, they may have as many tokens as the rows can use. The plan's
+   ``min_expected_survivors`` says where another one no longer pays.
 6. Where unused tokens of a pass cost nothing, each row of a batch has a draft length of its own (``draft_budget``).
 """
 
@@ -28,8 +28,8 @@ from weakref import WeakKeyDictionary
 
 from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.draft_plan import DraftPlan
-from specrun.scheduler.draft_budget import Speed, batch_tokens, least_survivors, prices, share, time_of
-from specrun.scheduler.round_times import ExpectedTimes, RoundTimes, Settling, TimeTuning
+from specrun.scheduler.draft_budget import Speed, batch_tokens, min_expected_survivors, min_survival, share, time_of
+from specrun.scheduler.round_times import ExpectedTimes, PostDraftSlowdown, RoundTimes, TimeTuning
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Tuning:
     min_gain: float = 1.02
     """The factor by which drafting must promise more tokens a second than non-speculative steps."""
     clear_gain: float = 1.25
-    """If drafting promises less than this factor, T(0) is measured again from time to time."""
+    """Factor of tokens a second below which T(0) is measured again from time to time."""
     non_speculative_every: int = 16
     """T(0) is measured again every so many rounds, by a single one."""
     run_every: int = 8
@@ -52,14 +52,14 @@ class Tuning:
     """A request's own rate counts as much as that of all requests once it has so many evaluated draft tokens."""
     rate_window_tokens: float = 128.0
     """Evaluated draft tokens after which older ones have lost most of their weight."""
-    lag_token_share: float = 0.25
-    """Time to read one token of the draft lag, as a share of a draft step's. It is used until it was measured."""
+    uncached_token_share: float = 0.25
+    """Time to read one uncached draft token, as a share of a draft step's. It is used until it was measured."""
     draft_token_share: float = 0.3
     """Time that a draft token adds to a round, as a share of T(0), where nothing better is known before any round."""
     plan_rounds: int = 8
     """The most rounds for which a plan may stand."""
     plan_share: float = 1 / 64
-    """It may stand for so many more rounds, as a share of those that were measured."""
+    """Further rounds for which a plan may stand, as a share of the measured rounds."""
     times: TimeTuning = field(default_factory=TimeTuning)
 
 
@@ -113,38 +113,42 @@ class DraftLength:
         self._built_prior = prior
         self._by_row = by_row
         self._speeds: dict[int, Speed] = {}
-        """Those of rounds in which each row's draft ended by itself, by batch size."""
+        """Speeds of rounds in which each row's draft ended by itself, by batch size."""
         self._ending_gain = Speed()
         """The tokens of these rounds, of all batch sizes, for each token that the best common length promised."""
         self._common = 0.0
         """Tokens a second that it promises in this round, where each row's draft ends by itself."""
         self._guess = [1 + self.tuning.draft_token_share * draft_len for draft_len in range(max_draft_len + 1)]
         self._times: dict[int, RoundTimes] = {}
-        """By batch size."""
+        """Round times in seconds, by batch size."""
         self._overall = AcceptanceRate()
         self._rounds = 0
-        """Those that were measured so far."""
+        """Number of measured rounds."""
         self._evaluated = 0
         """Draft tokens so far of which it is known whether they were accepted."""
         self._own: WeakKeyDictionary[object, AcceptanceRate] = WeakKeyDictionary()
         self._trials = Trials(self.tuning)
         self._since_plain = 0
         """Rounds since the last plain one."""
-        self._settling = Settling()
+        self._slowdown = PostDraftSlowdown()
         self._measurements = 0
-        """How often T(0) was measured though drafting paid."""
+        """Number of times that T(0) was measured though drafting paid."""
         self._plain_left = 0
         """Plain rounds of the present run that are still to come."""
-        self._lag_times: deque[float] = deque(maxlen=self.tuning.times.times_per_length)
-        """Measured times to read one token of the draft lag."""
+        self._uncached_token_times: deque[float] = deque(maxlen=self.tuning.times.times_per_length)
+        """Measured times to read one uncached draft token."""
 
     def choose(
-        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+        self,
+        requests: Sequence[object],
+        row_limits: Sequence[int],
+        num_uncached_draft: int = 0,
+        drafts_end: bool = False,
     ) -> DraftPlan:
         """How many tokens the next round drafts.
 
-        row_limits: the most draft tokens that each of ``requests`` can use. draft_lag: tokens that the draft must read
-        first, because it has not read them in earlier rounds. drafts_end: whether the drafts end by themselves.
+        row_limits: the most draft tokens that each of ``requests`` can use. num_uncached_draft: tokens that the drafter
+        must read before it can draft again. drafts_end: whether the drafts end by themselves.
         """
         if self.fixed_draft_len is not None:
             return DraftPlan(min(self.fixed_draft_len, max(row_limits)))
@@ -166,10 +170,10 @@ class DraftLength:
         self.drafting = best >= self.tuning.min_gain * plain
         if not self.drafting and not is_measured:
             self.drafting = self._may_pay(batch, overall)
-        lag_time = draft_lag * self._lag_token_time(times) if draft_lag else 0.0
+        uncached_time = num_uncached_draft * self._uncached_token_time(times) if num_uncached_draft else 0.0
         if not self.drafting:
-            return self._trial(batch, known, ending if by_row else None, lag_time)
-        if longest < self.max_draft_len and lag_time > (longest + 1) * (times[0] - len(row_limits) / best):
+            return self._trial(batch, known, ending if by_row else None, uncached_time)
+        if longest < self.max_draft_len and uncached_time > (longest + 1) * (times[0] - len(row_limits) / best):
             self.drafting = False  # All texts end before the time is paid back in which the draft would read them.
             return self._kept(_PLAIN)
         if best / plain < self.tuning.clear_gain and self._measures_plain():
@@ -190,7 +194,7 @@ class DraftLength:
             return True
         if self._since_plain < self.tuning.non_speculative_every:
             return False
-        self._plain_left = 0 if self._measurements % self.tuning.run_every else Settling.ROUNDS - 1
+        self._plain_left = 0 if self._measurements % self.tuning.run_every else PostDraftSlowdown.ROUNDS - 1
         self._measurements += 1
         return True
 
@@ -206,12 +210,12 @@ class DraftLength:
         """The plan of a round whose drafts end where they no longer pay."""
         if by_row:
             expected = self._expected(batch)
-            worth = prices(expected.passes[: batch.longest], tokens_per_second, len(batch.limits))
+            worth = min_survival(expected.passes[: batch.longest], tokens_per_second, len(batch.limits))
             return DraftPlan(
-                batch.longest, prices=worth, tokens_per_second=tokens_per_second, draft_step=expected.draft_step
+                batch.longest, min_survival=worth, tokens_per_second=tokens_per_second, draft_step=expected.draft_step
             )
         alpha = sum(batch.alphas) / len(batch.alphas)
-        return DraftPlan(batch.longest, least_survivors(batch.times, tokens_per_second, alpha))
+        return DraftPlan(batch.longest, min_expected_survivors(batch.times, tokens_per_second, alpha))
 
     def _may_pay(self, batch: _Batch, overall: float) -> bool:
         """Whether drafting pays if more drafts are accepted than were so far. overall: the rate of all requests."""
@@ -220,7 +224,7 @@ class DraftLength:
         plain, *drafting = batch.rates(doubt)
         return max(drafting) >= self.tuning.min_gain * plain
 
-    def _trial(self, batch: _Batch, known: RoundTimes, ending: DraftPlan | None, lag_time: float) -> DraftPlan:
+    def _trial(self, batch: _Batch, known: RoundTimes, ending: DraftPlan | None, uncached_time: float) -> DraftPlan:
         """The plan of a round that drafts though it does not seem to pay, or of a plain one where it costs too much."""
         times, longest = batch.times, batch.longest
         # Optimistically, a length beyond the longest tried one takes no longer than that one.
@@ -229,7 +233,7 @@ class DraftLength:
         rates = batch._replace(longest=last, times=[times[min(g, tried)] for g in range(last + 1)]).rates()
         trial = max(range(1, last + 1), key=rates.__getitem__)
         # Only after a non-speculative step: those between trials tell what trials cost.
-        can_afford = self._since_plain == 0 and self._trials.can_afford(times[trial] - times[0] + lag_time)
+        can_afford = self._since_plain == 0 and self._trials.can_afford(times[trial] - times[0] + uncached_time)
         return (ending or DraftPlan(trial))._replace(draft_len=trial) if can_afford else self._kept(_PLAIN)
 
     def _longest_that_pays(self, batch: _Batch, by_row: bool) -> DraftPlan:
@@ -247,14 +251,14 @@ class DraftLength:
         seconds: float | None,
         requests: Sequence[object],
         rows: Sequence[tuple[int, int]],
-        draft_lag: int = 0,
+        num_uncached_draft: int = 0,
         all_dropped: bool = False,
     ) -> None:
         """Learn from a round.
 
         draft_len: the most tokens that a row drafted, or with ``by_row`` their mean. seconds: its time; None if later
         rounds of its kind take another time. rows: accepted and evaluated draft tokens of each of ``requests``.
-        draft_lag: as in ``choose``. all_dropped: whether the draft ran, and nothing of it was verified.
+        num_uncached_draft: as in ``choose``. all_dropped: whether the draft ran, and nothing of it was verified.
         """
         if self.fixed_draft_len is not None:
             return
@@ -266,7 +270,7 @@ class DraftLength:
             self._own.setdefault(request, AcceptanceRate()).add(accepted, evaluated, window)
             self._overall.add(accepted, evaluated, window)
             self._evaluated += evaluated
-        seconds = self._settling.settled(drafted, seconds)
+        seconds = self._slowdown.settled(drafted, seconds)
         if seconds is None:
             return
         known, lost, committed = self._of_batch(len(rows)), 0.0, len(rows) + sum(accepted for accepted, _ in rows)
@@ -280,15 +284,15 @@ class DraftLength:
         if all_dropped:
             return  # It took longer than T(0), and tells nothing of the others.
         whole = max(1, round(draft_len)) if draft_len else 0
-        if not (draft_len and draft_lag) and whole == draft_len:
+        if not (draft_len and num_uncached_draft) and whole == draft_len:
             known.add(whole, seconds)
             return
         times = known.estimate(self._prior(len(rows)) or self._guess)
         usual = time_of(times, draft_len)
-        if not (draft_len and draft_lag):
+        if not (draft_len and num_uncached_draft):
             known.add(whole, seconds * times[whole] / usual)
         elif known.medians:
-            self._lag_times.append(max(0.0, seconds - usual) / draft_lag)
+            self._uncached_token_times.append(max(0.0, seconds - usual) / num_uncached_draft)
 
     def _of_batch(self, batch_size: int) -> RoundTimes:
         return self._times.setdefault(batch_size, RoundTimes(self.tuning.times))
@@ -311,11 +315,11 @@ class DraftLength:
         pace = batch.times[0] / rounds[0]
         return ExpectedTimes([pace * time for time in rounds], pace * draft_step)
 
-    def _lag_token_time(self, times: Sequence[float]) -> float:
-        """The time to read one token of the draft lag. times: those of rounds, by draft length."""
-        if self._lag_times:
-            return statistics.median(self._lag_times)
-        return self.tuning.lag_token_share * (times[1] - times[0])
+    def _uncached_token_time(self, times: Sequence[float]) -> float:
+        """The time to read one uncached draft token. times: those of rounds, by draft length."""
+        if self._uncached_token_times:
+            return statistics.median(self._uncached_token_times)
+        return self.tuning.uncached_token_share * (times[1] - times[0])
 
 
 @dataclass
@@ -325,7 +329,7 @@ class Trials:
     tuning: Tuning
     elapsed_seconds: float = field(default=0.0, init=False)
     lost_seconds: float = field(default=0.0, init=False)
-    """What drafting has cost beyond what it has saved."""
+    """Seconds that drafting has cost beyond what it has saved."""
 
     def add(self, seconds: float, lost: float) -> None:
         """Count a round. lost: its seconds minus those of non-speculative steps that yield as many tokens."""

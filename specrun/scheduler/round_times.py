@@ -22,8 +22,8 @@ class TimeTuning:
     times_per_length: int = 255
     """Number of the latest times of a draft length that are kept."""
     latest_times: int = 31
-    """So many of them are compared with the latest rounds of another kind: the speed of a shared machine's memory
-    changes by a fifth within a minute."""
+    """Number of the latest times that are compared with the latest rounds of another kind: the speed of a shared
+    machine's memory changes by a fifth within a minute."""
     line_rounds: float = 4.0
     """Number of measured times of a draft length that the line through all lengths counts as."""
     slope_rounds: float = 0.25
@@ -31,7 +31,7 @@ class TimeTuning:
     outlier_times: int = 2
     """Number of first times of a draft length that may be outliers."""
     outlier_factor: float = 1.5
-    """So few times count as at most this factor of the line, so that the draft length is tried again."""
+    """Limit of so few times, as a factor of the line, so that their draft length is tried again."""
     optimism: float = 0.06
     """Share of the time by which an optimistic time of a length that has not been measured is shorter."""
 
@@ -40,7 +40,7 @@ class ExpectedTimes(NamedTuple):
     """What rounds are expected to take before any ran, in seconds."""
 
     rounds: Sequence[float]
-    """Those of draft length 0, 1, .."""
+    """Seconds of a round with draft length 0, 1, .."""
     draft_step: float = 0.0
     """The part of it that each further draft step takes."""
 
@@ -73,10 +73,10 @@ class RoundTimes:
 
     tuning: TimeTuning
     measured: dict[int, deque[float]] = field(default_factory=dict)
-    """By draft length."""
+    """The latest measured times in seconds, by draft length."""
     medians: dict[int, float] = field(default_factory=dict)
     _sorted: dict[int, list[float]] = field(default_factory=dict)
-    """Those of ``measured``, so that no round sorts them."""
+    """Times of ``measured`` in order, so that no round sorts them."""
 
     def count(self, draft_len: int) -> int:
         """How many times of ``draft_len`` are kept."""
@@ -142,7 +142,7 @@ class RoundTimes:
 
 
 @dataclass
-class Settling:
+class PostDraftSlowdown:
     """How much longer a plain round takes behind one that drafted than behind plain ones.
 
     A draft displaces the target's weights from the processor's caches. Where these hold quantized weights, the next
@@ -154,7 +154,7 @@ class Settling:
     in_row: int = ROUNDS
     """Plain rounds since the last one that drafted. None has drafted yet."""
     ratios: deque[float] = field(default_factory=lambda: deque([1.0], 15))
-    """Of the latest runs: what settled rounds take, in the first one. It is expected to be 1."""
+    """Time of settled rounds over that of the first one, for each of the latest runs. At first 1 is expected."""
     _run: list[float | None] = field(default_factory=list)
 
     def settled(self, drafted: bool, seconds: float | None) -> float | None:

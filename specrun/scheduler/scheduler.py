@@ -328,7 +328,7 @@ class Scheduler:
     def _decode(self, requests: list[Request]) -> None:
         """Run a round of ``requests``, which are in rows 0, 1, .., and commit its tokens.
 
-        The next one may be queued with it where nobody is about to join them. It then works on the same rows.
+        The next one may be queued with it where no request is about to join them. It then works on the same rows.
         """
         with _Failing(self, requests):
             run_round(self.round, self.lengths, requests, self._nobody_is_about_to_join)

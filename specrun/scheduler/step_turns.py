@@ -28,7 +28,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.ended = 0
-        """How many turns have ended."""
+        """Number of turns that have ended."""
         self._process = os.getpid()
         self._turn: _Turn | None = None
         self._lock = threading.RLock()  # Garbage collection may close a stream, and come here, while it is held.

@@ -23,14 +23,14 @@ class RequestQueue:
     as many requests are taken as it has, so a call does not wait for ever for those that come alone. Requests of one
     turn, and of one call, are taken in the order in which they came.
 
-    Any thread may add, take and cancel. A request is taken in one operation of a dictionary, and whoever takes it
-    decides what becomes of it. No lock is needed for that, because garbage collection may close a stream, and so cancel
+    Any thread may add, take and cancel. A request is taken in one operation of a dictionary, and its taker decides
+    what becomes of it. No lock is needed for that, because garbage collection may close a stream, and so cancel
     its request, in the middle of any method here.
     """
 
     def __init__(self) -> None:
         self._requests: dict[Request, int] = {}
-        """Those that wait, with their turns."""
+        """Waiting requests, with their turns."""
         self._turn = 0
         """Never less than that of the request that was taken last."""
         self._order: list[tuple[int, int, Request]] = []
@@ -38,7 +38,7 @@ class RequestQueue:
         self._deadlines: list[tuple[float, int, Request]] = []
         """A heap; the next request to expire comes first."""
         self._lock = threading.RLock()
-        """Of the heaps."""
+        """Lock of the heaps."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class RequestQueue:
             return self._order[0][2] if self._order else None
 
     def take(self, request: Request) -> bool:
-        """Take ``request`` out, to give it a row; False where somebody else has taken it."""
+        """Take ``request`` out, to give it a row; False where another thread has taken it."""
         turn = self._requests.pop(request, None)
         if turn is None:
             return False

@@ -33,7 +33,7 @@ from specrun.serve.respond import ClientLeftError, respond
 from specrun.serve.service import Service
 
 OPEN_PATHS = ("/health",)
-"""What everybody may ask for."""
+"""Paths that need no key."""
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -55,10 +55,10 @@ def make_app(service: Service) -> ASGIApp:
     ]
     known = (ApiError, SpecError, ClientLeftError, HTTPException, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(known, _error))
-    return _Door(service, app)
+    return _AccessMiddleware(service, app)
 
 
-class _Door:
+class _AccessMiddleware:
     """The middleware before all handlers: gives a request its id, checks its key, and logs it in one line."""
 
     def __init__(self, service: Service, app: ASGIApp) -> None:
@@ -93,7 +93,7 @@ class _Door:
                     state["key"] = self._admit(headers)
             except ApiError as refusal:
                 if not is_spare:
-                    refusal.headers["Connection"] = "close"  # Or a body that nobody wants would be read to its end.
+                    refusal.headers["Connection"] = "close"  # Or an unused body would be read to its end.
                 await _answer(refusal)(scope, receive, send_with_id)
                 return
             await self._app(scope, receive, send_with_id)
@@ -168,11 +168,11 @@ async def _tokenize(service: Service, request: Request) -> Response:
     """vLLM's: a ``prompt`` or ``messages`` to token ids."""
 
     def read(body: Any) -> list[int]:
-        ask = read_either(body, max_prompt_len=service.max_input_len)
-        service.require_model(ask.model)
-        if len(ask.prompts) != 1:
+        parsed = read_either(body, max_prompt_len=service.max_input_len)
+        service.require_model(parsed.model)
+        if len(parsed.prompts) != 1:
             raise ApiError(400, "prompt: expected one text", "prompt")
-        return service.decoder.token_ids(ask.prompts[0], ask.options)
+        return service.decoder.token_ids(parsed.prompts[0], parsed.options)
 
     ids = await service.bodies.read(request, read, service.max_input_len)
     return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.max_seq_len})

@@ -24,7 +24,7 @@ ACCEPTED_AT_ONCE = 16
 _SPARE_FILES = 64 + 4 * ACCEPTED_AT_ONCE + limits.SPARE_CONNECTIONS
 """Number of files left to the engines, the log, spare connections and those that are being accepted or closed."""
 IS_SPARE = "is_spare"
-"""In the state of a request: it came on a spare connection."""
+"""Key in the state of a request that came on a spare connection."""
 
 
 def connection_limit() -> int:
@@ -35,8 +35,8 @@ def connection_limit() -> int:
     return max(1, min(limits.MAX_CONNECTIONS, files - len([*Path("/dev/fd").iterdir()]) - _SPARE_FILES))
 
 
-class Crowd:
-    """The connections of one server. One too many ends the one that has waited longest for its client.
+class ConnectionLimiter:
+    """Limits the connections of one server. One too many ends the one that has waited longest for its client.
 
     So clients that only keep connections, or do not read their answers, cannot keep others out, whose requests come at
     once. Those that have sent a request before, and will send another, come last. An address may have a part of all
@@ -142,13 +142,13 @@ class Connection(H11Protocol):
     _stall: TimerHandle | None = None
     _has_events = False
     _paused_at = 0.0
-    """Since when the client has not read as fast as it is written to, on the loop's clock."""
+    """Time on the loop's clock since which the client has read too slowly."""
 
-    def __init__(self, crowd: Crowd, write_seconds: float, **given: Any) -> None:
+    def __init__(self, limiter: ConnectionLimiter, write_seconds: float, **given: Any) -> None:
         """write_seconds: in which a client must read something of what was written. given: uvicorn's arguments."""
         super().__init__(**given)
         self.conn = _Parser(h11.SERVER, limits.MAX_HEADER_BYTES)
-        self._crowd, self._write_seconds = crowd, write_seconds
+        self._limiter, self._write_seconds = limiter, write_seconds
 
     @property
     def address(self) -> str:
@@ -172,14 +172,14 @@ class Connection(H11Protocol):
         transport.set_write_buffer_limits(high=0)  # What the system does not take at once is unread.
         transport.max_size = limits.READ_BYTES  # type: ignore[attr-defined]  # asyncio's own attribute.
         self._watch = self.loop.call_later(limits.MAX_IDLE_SECONDS, self._close_if_idle)
-        self._crowd.enter(self)
+        self._limiter.enter(self)
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop watching."""
         self._watch.cancel()
         self._end_stall()
-        self._crowd.leave(self)
+        self._limiter.leave(self)
         super().connection_lost(exc)
 
     def become_spare(self) -> None:
@@ -201,7 +201,7 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         """Wait for the next request."""
         if not self.flow.write_paused:
-            self._crowd.wait(self)
+            self._limiter.wait(self)
         super().on_response_complete()
 
     @override
@@ -210,14 +210,14 @@ class Connection(H11Protocol):
         super().pause_writing()
         self._paused_at = self.loop.time()
         self._watch_reader()
-        self._crowd.wait_for_reader(self)
+        self._limiter.wait_for_reader(self)
 
     @override
     def resume_writing(self) -> None:
         """The client has read."""
         super().resume_writing()
         self._end_stall()
-        self._crowd.go_on(self)
+        self._limiter.go_on(self)
         if self._has_events and not self.transport.is_closing():
             self.flow.resume_reading()
             self.handle_events()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, EngineLostError, RequestError, SpecError
 from specrun.request.request import Request
-from specrun.request.updates import Update, Watch
+from specrun.request.updates import Update, UpdateCursor
 from specrun.serve.log import log
 
 MAX_FAILED_STEPS = 3
@@ -30,7 +30,7 @@ class EngineStoppedError(SpecError):
     """The engine takes no more requests: the server is stopping, or the engine is broken."""
 
 
-class Job:
+class Submission:
     """Requests that were submitted together."""
 
     def __init__(self, requests: Sequence[Request], receive: Callable[[int, Update], None]) -> None:
@@ -44,16 +44,16 @@ class Job:
             request.cancel()
 
 
-class News(NamedTuple):
-    """What is new of one request of a job."""
+class RequestUpdate(NamedTuple):
+    """An update of one request of a submission."""
 
-    job: Job
+    submission: Submission
     number: int
     update: Update
 
-    def hand_over(self) -> None:
-        """Give it to whoever submitted the job."""
-        self.job.receive(self.number, self.update)
+    def deliver(self) -> None:
+        """Give it to the submission's receiver."""
+        self.submission.receive(self.number, self.update)
 
 
 class EngineThread:
@@ -65,7 +65,7 @@ class EngineThread:
     def __init__(
         self,
         decoder: SpeculativeDecoder,
-        deliver: Callable[[Sequence[News]], None],
+        deliver: Callable[[Sequence[RequestUpdate]], None],
         max_queue: int,
         hang_seconds: float = 120.0,
     ) -> None:
@@ -76,8 +76,8 @@ class EngineThread:
         self._scheduler.always_chunk = True  # A long prompt must neither keep others out nor outlive its client.
         self._deliver = deliver
         self._hang_seconds = hang_seconds
-        self._arrived: deque[tuple[Watch, Job, int]] = deque()
-        self._watched: list[tuple[Watch, Job, int]] = []
+        self._arrived: deque[tuple[UpdateCursor, Submission, int]] = deque()
+        self._watched: list[tuple[UpdateCursor, Submission, int]] = []
         self._wake = threading.Condition()
         self._stopping = False
         self._step_began: float | None = None
@@ -130,18 +130,18 @@ class EngineThread:
         if (waiting := self._scheduler.num_waiting) + count > most:
             raise QueueFullError(f"{waiting} requests wait, and at most {most} may, with the {count} of this body")
 
-    def submit(self, requests: Sequence[Request], receive: Callable[[int, Update], None]) -> Job:
+    def submit(self, requests: Sequence[Request], receive: Callable[[int, Update], None]) -> Submission:
         """Let ``requests`` wait for rows: all of them, or none. Any thread may call this.
 
         Raises QueueFullError, EngineStoppedError, and RequestError where one cannot be served.
         """
-        job = Job(requests, receive)
+        submission = Submission(requests, receive)
         with self._wake:
             self.require_room(len(requests))
             self._scheduler.add(*requests)
-            self._arrived.extend((Watch(request), job, number) for number, request in enumerate(requests))
+            self._arrived.extend((UpdateCursor(request), submission, number) for number, request in enumerate(requests))
             self._wake.notify()
-        return job
+        return submission
 
     def stop(self, patience: float) -> None:
         """Take no more requests, let those that were taken end, and close the decoder.
@@ -153,8 +153,8 @@ class EngineThread:
             self._wake.notify()
         self._thread.join(patience)
         if self._thread.is_alive():
-            for watch, _, _ in [*self._watched, *self._arrived]:
-                watch.request.cancel()
+            for cursor, _, _ in [*self._watched, *self._arrived]:
+                cursor.request.cancel()
             self._thread.join(self._hang_seconds)
         if not self._thread.is_alive():  # One that hangs would let closing wait for ever.
             self.decoder.close()
@@ -195,8 +195,8 @@ class EngineThread:
             self._failed_steps += 1
             log.exception("a step failed: %s", error)
             if self._failed_steps >= MAX_FAILED_STEPS:
-                for watch, _, _ in self._watched:
-                    watch.request.fail(
+                for cursor, _, _ in self._watched:
+                    cursor.request.fail(
                         error if isinstance(error, SpecError) else BackendError(f"broken off: {error!r}")
                     )
         finally:
@@ -205,11 +205,11 @@ class EngineThread:
     def _hand_out(self) -> None:
         found = [(entry, entry[0].update()) for entry in self._watched]
         self._watched = [entry for entry, update in found if not (update and update.ended)]
-        news = [News(job, number, update) for (_, job, number), update in found if update]
-        if any(one.update.token_outputs for one in news):
+        updates = [RequestUpdate(submission, number, update) for (_, submission, number), update in found if update]
+        if any(one.update.token_outputs for one in updates):
             self._failed_steps = 0
-        if news:
-            self._deliver(news)
+        if updates:
+            self._deliver(updates)
 
     def _die(self, error: BaseException) -> None:
         """Fail everything: without this thread nothing more will happen."""
@@ -217,6 +217,6 @@ class EngineThread:
         with self._wake:
             self._death = str(error) if isinstance(error, SpecError) else f"the engine thread ended: {error!r}"
             self._take_arrived()
-        for watch, _, _ in self._watched:
-            watch.request.fail(BackendError(self._death))
+        for cursor, _, _ in self._watched:
+            cursor.request.fail(BackendError(self._death))
         self._hand_out()

@@ -11,7 +11,7 @@ from specrun.errors import RequestError
 from specrun.request.request import Request
 from specrun.request.updates import Update
 from specrun.serve import limits
-from specrun.serve.engine import EngineThread, Job
+from specrun.serve.engine import EngineThread, Submission
 from specrun.serve.metrics import Metrics
 
 
@@ -40,23 +40,26 @@ class Generation:
         self._engine, self._metrics, self._requests = engine, metrics, requests
         self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         self._entries = [1 + (request.logprobs or 0) for request in requests]
-        """Of a token of each request."""
+        """Number of entries (the token and its log-probabilities) of one token of each request."""
         self._running = len(requests)
-        self._job: Job | None = None
+        self._submission: Submission | None = None
         self._began = time.perf_counter()
         self._last = [0.0] * len(requests)
-        """When each request's last token came."""
+        """Time of each request's last token, by ``time.perf_counter``."""
 
     def __enter__(self) -> Generation:
         """Raises QueueFullError, EngineStoppedError and RequestError."""
         self._began = time.perf_counter()
-        self._job = self._engine.submit(self._requests, self._receive)
+        self._submission = self._engine.submit(self._requests, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
-        job, self._job = self._job, None  # It refers to this object. Without it both are freed with no collection.
-        if job and self._running:
-            job.cancel()
+        submission, self._submission = (
+            self._submission,
+            None,
+        )  # It refers to this object. Without it both are freed with no collection.
+        if submission and self._running:
+            submission.cancel()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
         """Updates until all requests have ended. Raises UnreadError."""
@@ -70,7 +73,7 @@ class Generation:
             yield number, update
 
     def _receive(self, number: int, update: Update) -> None:
-        """Count an update, in the event loop. Work counts even if nobody listens any more."""
+        """Count an update, in the event loop. Work counts even if the client has left."""
         now = time.perf_counter()
         if count := len(update.token_outputs):
             before = self._last[number]
@@ -89,8 +92,8 @@ class Generation:
             self._end_unread()
 
     def _end_unread(self) -> None:
-        """End all requests, and forget what nobody has read but one update, which wakes the reader."""
+        """End all requests, and drop all unread updates but one, which wakes the reader."""
         while self._updates.qsize() > 1:
             self._updates.get_nowait()
-        if self._job:
-            self._job.cancel()
+        if self._submission:
+            self._submission.cancel()

@@ -42,7 +42,7 @@ class LargeBodies:
     def __init__(self) -> None:
         self._process: Process | None = None
         self._works = False
-        """Whether it has answered once."""
+        """Whether the process has answered once."""
 
     async def check(self, path: str, data: bytes, max_prompt_len: int) -> None:
         """Raise ApiError where the fields of ``data``, the body of a request for ``path``, are refused.

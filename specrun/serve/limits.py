@@ -24,7 +24,7 @@ then, which fails. With uvicorn's own 5 s, httpx's default too, that happens und
 MAX_CONNECTIONS = 4096
 """Number of connections, where the process may have so many files; see ``connection_limit``."""
 SPARE_CONNECTIONS = 16
-"""Number of connections beyond that, for ``/health`` alone: whoever watches the server is never kept out."""
+"""Number of connections beyond that, for ``/health`` alone: monitoring is never kept out."""
 SPARE_SECONDS = 5.0
 """Seconds that a spare connection lasts."""
 UNREAD_SECONDS = 1.0
@@ -34,6 +34,6 @@ WRITE_SECONDS = 30.0
 MAX_UNREAD_BYTES = 64 << 20
 """Bytes of answers that clients have not read, of all connections; the one that has waited longest ends then."""
 MAX_UNREAD_ENTRIES = 8192
-"""Tokens of an answer in events, and log-probabilities beside them, that wait for a client to read."""
+"""Tokens of an answer in events, and their log-probabilities, that wait for a client to read."""
 UNREAD_ENTRIES_PER_ANSWER = 256
 """The same for each answer of a body that has many."""

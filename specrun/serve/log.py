@@ -24,7 +24,7 @@ def set_up() -> None:
 
 
 def shown(text: str) -> str:
-    """What the log tells of a text that a stranger wrote, and that nobody needs whole: its beginning."""
+    """What the log tells of a text that a client wrote: its beginning."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}.."
 
 

@@ -18,7 +18,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class Metrics:
-    """Counts what the event loop sees. The gauges are read from the engine when somebody asks."""
+    """Counts what the event loop sees. The gauges are read from the engine when metrics are requested."""
 
     def __init__(self, prefix: str, model: str) -> None:
         """prefix: of every name, as in ``specrun:num_requests_running``. model: the label ``model_name``."""

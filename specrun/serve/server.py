@@ -18,8 +18,8 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError
 from specrun.sampling.sampler import SamplingParams
 from specrun.serve.app import make_app
-from specrun.serve.connection import ACCEPTED_AT_ONCE, Connection, Crowd, connection_limit
-from specrun.serve.engine import EngineThread, News
+from specrun.serve.connection import ACCEPTED_AT_ONCE, Connection, ConnectionLimiter, connection_limit
+from specrun.serve.engine import EngineThread, RequestUpdate
 from specrun.serve.keys import ApiKey
 from specrun.serve.limits import KEEP_ALIVE_SECONDS, WRITE_SECONDS
 from specrun.serve.metrics import Metrics
@@ -28,7 +28,7 @@ from specrun.serve.service import Service
 BACKLOG = 2048
 """Number of connections that may wait to be accepted."""
 SEND_BUFFER_BYTES = 256 << 10
-"""What the system keeps of an answer that is not read. By itself it would keep megabytes for each connection."""
+"""Bytes of an unread answer that the system keeps. Its default is megabytes for each connection."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -66,12 +66,12 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
 
-    def hand_over(news: Sequence[News]) -> None:
-        for one in news:
-            one.hand_over()
+    def deliver_all(updates: Sequence[RequestUpdate]) -> None:
+        for one in updates:
+            one.deliver()
 
-    def deliver(news: Sequence[News]) -> None:
-        loop.call_soon_threadsafe(hand_over, news)
+    def deliver(updates: Sequence[RequestUpdate]) -> None:
+        loop.call_soon_threadsafe(deliver_all, updates)
 
     engine = EngineThread(decoder, deliver, max_queue)
     service = Service(
@@ -85,11 +85,11 @@ async def serve(
         log_prompts=log_prompts,
         defaults=defaults,
     )
-    crowd = Crowd(connection_limit(), max_connections_by_address)
+    limiter = ConnectionLimiter(connection_limit(), max_connections_by_address)
     config = uvicorn.Config(
         make_app(service),
         # Made of h11: httptools keeps a header of any size in memory.
-        http=partial(Connection, crowd, write_seconds),  # type: ignore[arg-type]
+        http=partial(Connection, limiter, write_seconds),  # type: ignore[arg-type]
         backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",
@@ -121,7 +121,7 @@ class _Server(uvicorn.Server):
     @contextmanager
     @override
     def capture_signals(self) -> Iterator[None]:
-        """Obey a terminal that closes as well, unless whoever started the server does not want that (nohup)."""
+        """Obey a terminal that closes as well, unless the server was started with nohup."""
         with super().capture_signals():
             before = signal.getsignal(signal.SIGHUP)
             if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():

@@ -28,14 +28,14 @@ class Service:
     metrics: Metrics
     model: str
     keys: Sequence[ApiKey] = ()
-    """None: everybody may use the server."""
+    """API keys that may use the server; empty: no key is needed."""
     allowed_hosts: Collection[str] | None = None
-    """Names that the server answers to beside those of this machine. None: to all."""
+    """Host names that the server answers to, besides those of this machine. None: all."""
     timeout: float | None = None
     """Seconds after which an answer ends as it is."""
     log_prompts: bool = False
     defaults: SamplingParams = DEFAULTS
-    """What holds where a body does not say how to sample."""
+    """Sampling parameters for a body that does not set them."""
     bodies: BodyReader = field(default_factory=BodyReader)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -75,7 +75,7 @@ class Service:
             if request.error:
                 raise request.error
         names = self.decoder.token_bytes
-        return [Answer(request, names, body.asked, is_streamed=body.stream) for request in requests]
+        return [Answer(request, names, body.response_options, is_streamed=body.stream) for request in requests]
 
 
 def requests_of(answers: Sequence[Answer]) -> list[Request]:

@@ -22,28 +22,30 @@ def run_round(
 
     may_queue_next: whether the round behind one of so many draft tokens may be queued before this one is read.
     """
-    draft_lag = round_.draft_lag(requests)
-    plan = schedule(round_, lengths, requests, draft_lag)
+    num_uncached_draft = round_.num_uncached_draft(requests)
+    plan = schedule(round_, lengths, requests, num_uncached_draft)
     result = round_.step(requests, plan, may_queue_next(plan.draft_len))
-    learn(lengths, requests, result, draft_lag)
+    learn(lengths, requests, result, num_uncached_draft)
     for request, outcome in zip(requests, result.outcomes, strict=True):
         commit(request, outcome)
 
 
-def schedule(round_: AnyRound, lengths: DraftLengths, requests: Sequence[Request], draft_lag: int) -> DraftPlan:
+def schedule(
+    round_: AnyRound, lengths: DraftLengths, requests: Sequence[Request], num_uncached_draft: int
+) -> DraftPlan:
     """How many tokens to draft. A request that sets its own draft length gets it, whatever is best for the others."""
     counts = [request.num_draft_tokens(round_.max_draft_len) for request in requests]
     if not any(counts):
         return DraftPlan(0)
-    plan = lengths.choose(requests, counts, draft_lag, round_.ends_drafts(requests))
+    plan = lengths.choose(requests, counts, num_uncached_draft, round_.ends_drafts(requests))
     own = [count for request, count in zip(requests, counts, strict=True) if request.draft_len is not None]
     return DraftPlan(max(plan.draft_len, *own)) if any(own) else plan
 
 
-def learn(lengths: DraftLengths, requests: Sequence[Request], result: RoundResult, draft_lag: int) -> None:
+def learn(lengths: DraftLengths, requests: Sequence[Request], result: RoundResult, num_uncached_draft: int) -> None:
     """Tell ``lengths`` what the round took and what was accepted."""
     evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in result.outcomes]
-    lengths.observe(result.draft_len, result.seconds, requests, evaluated, draft_lag, result.all_dropped)
+    lengths.observe(result.draft_len, result.seconds, requests, evaluated, num_uncached_draft, result.all_dropped)
 
 
 def commit(request: Request, outcome: Outcome | SpecError) -> None:

@@ -32,13 +32,13 @@ class RoundResult(NamedTuple):
     """What a round decided, and what it cost."""
 
     outcomes: list[Outcome | SpecError]
-    """For each request what to commit, or its error."""
+    """Result of each request: what to commit, or its error."""
     seconds: float | None
     """The round's time; None where later rounds of its shape take another time."""
     draft_len: float
     """Draft tokens of a row for which the round took its time."""
     all_dropped: bool = False
-    """Whether the draft's engine ran, and no draft token was verified."""
+    """Whether the draft's engine ran and no draft token was verified."""
 
 
 class DraftLengths(Protocol):
@@ -49,7 +49,11 @@ class DraftLengths(Protocol):
         """Whether drafting pays, as far as is known."""
 
     def choose(
-        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+        self,
+        requests: Sequence[object],
+        row_limits: Sequence[int],
+        num_uncached_draft: int = 0,
+        drafts_end: bool = False,
     ) -> DraftPlan:
         """How many tokens the next round drafts."""
 
@@ -59,7 +63,7 @@ class DraftLengths(Protocol):
         seconds: float | None,
         requests: Sequence[object],
         rows: Sequence[tuple[int, int]],
-        draft_lag: int = 0,
+        num_uncached_draft: int = 0,
         all_dropped: bool = False,
     ) -> None:
         """Learn from a round."""
@@ -79,7 +83,7 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
     """Decides tokens. ``loop`` commits them, and the scheduler decides which request has which row of the caches."""
 
     prefill_chunk_size: int
-    """How many tokens of prompts are prefilled between two rounds of other requests, which wait for them."""
+    """Number of prompt tokens that are prefilled between two rounds of other requests, which wait for them."""
     exactness = Exactness()
     """Tells if texts are the target's own to the bit."""
     next_is_queued = False
@@ -190,12 +194,12 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
         """What ``request`` waits for before it can be in a round, while other requests go on; None: nothing."""
         return None
 
-    def draft_lag(self, requests: Sequence[Request]) -> int:
+    def num_uncached_draft(self, requests: Sequence[Request]) -> int:
         """The most tokens of a row that the drafter must read before it can draft, beside those of the last round.
 
         requests: those in rows 0, 1, ..
         """
-        return self._draft_texts.draft_lag(requests) if self._draft_texts else 0
+        return self._draft_texts.num_uncached_draft(requests) if self._draft_texts else 0
 
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
         """Whether drafts for ``requests`` end by themselves, where their acceptance has become improbable."""

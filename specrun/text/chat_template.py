@@ -33,7 +33,7 @@ _SETTINGS = ("messages", "tools", "documents", "add_generation_prompt", *_SPECIA
 """Variables of templates that no caller sets."""
 _INSTEAD = "prompts of plain text need none"
 _SECONDS = 10
-"""Which are plenty: a template takes milliseconds for a conversation."""
+"""Time limit of a template; one takes milliseconds for a conversation."""
 
 
 def _read(file: Path) -> str:

@@ -12,7 +12,7 @@ from specrun.errors import RequestError
 from specrun.text.tokenizer import raise_unless_fault
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are not UTF-8."""
+"""Character that decoders write for bytes that are not UTF-8."""
 _LONGEST_HELD = 8
 """Tokens that wait for the end of a character before a part of them is looked for that is certain."""
 
@@ -24,7 +24,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.added_tokens: Mapping[str, int] = {one.content: token for token, one in added.items()}
-        """Their ids."""
+        """Ids of added tokens, by content."""
         self._special = {token for token, one in added.items() if one.special}
         self._bytes = {tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
 

@@ -43,7 +43,7 @@ SLOW_MASK_SECONDS = 0.005
 MAX_SLOW_SECONDS = 2.0
 """Seconds of slow masks that one text may take. A grammar that is very ambiguous takes more with every token."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between two tokens of JSON. Without a limit, a model may write nothing else for ever."""
+"""Pattern of whitespace between two tokens of JSON. Without a limit, a model may write nothing else for ever."""
 
 
 class Constraint(NamedTuple):

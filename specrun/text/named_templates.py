@@ -9,7 +9,7 @@ _SYSTEM_FIRST = (
     "{% set system = messages[0].content if messages and messages[0].role == 'system' else '' %}"
     "{% set turns = messages[1:] if system else messages %}"
 )
-"""For forms in which the first user's message holds the system's."""
+"""Beginning of templates in which the first user's message holds the system's."""
 NAMED = {
     "chatml": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

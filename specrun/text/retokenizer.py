@@ -42,7 +42,7 @@ class Translator:
         self.mapping = VocabMapping(names, TokenBytes(draft), target_size, draft_size)
         self.description = self.mapping.describe(sample_tokens(target))
         self.draft_prefix = _prefix(draft)
-        """What the draft's tokenizer begins every text with."""
+        """Tokens with which the draft's tokenizer begins every text."""
         self._target_prefix = _prefix(target)
         self._draft = draft
         counts = range(len(self.mapping.counterparts))

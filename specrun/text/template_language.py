@@ -72,9 +72,9 @@ def _growth(name: str, text: Any, arguments: tuple[Any, ...], named: Mapping[str
 
 
 _MULTIPLY = {"translate", "wordwrap", "xmlattr"}
-"""What may write an argument many times."""
+"""Filters and methods that may write an argument many times."""
 _BY_PART = {"indent", "tojson", "expandtabs", "batch", "slice"}
-"""What may write as many characters as an argument says many times."""
+"""Filters and methods that may many times write as many characters as an argument says."""
 _GROWS = {"center", "ljust", "rjust", "zfill", "join", "replace", "format", "format_map", *_MULTIPLY, *_BY_PART}
 """Filters and methods of texts whose result may be longer than what they are given."""
 _WRITTEN = {"string", "pprint", "urlize", "e", "escape", "forceescape", "urlencode", "sum"}

@@ -30,7 +30,7 @@ class TokenBytes:
             part["type"] == "Metaspace" or part.get("pattern") == {"String": _METASPACE} for part in parts
         )
         self._continues = next((part["prefix"] for part in parts if part["type"] == "WordPiece"), None)
-        """What pieces within a word begin with; all others begin a word."""
+        """Prefix of pieces within a word; all others begin a word."""
 
     def of(self, token: int) -> bytes:
         """The bytes of ``token``; of special tokens their name's. Empty for ids that the tokenizer does not know."""

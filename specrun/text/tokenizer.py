@@ -99,7 +99,7 @@ def describe_tokenizer(directory: Path, error: type[SpecError] = RequestError) -
 
 
 _described: dict[str, TokenizerInfo] = {}
-"""What is known of tokenizers, by the file's checksum."""
+"""Descriptions of tokenizers, by the file's checksum."""
 
 
 def require_own_tokenizer(directory: Path, recorded: TokenizerInfo | None, error: type[SpecError]) -> None:

@@ -1,4 +1,4 @@
-"""Tools: the functions that a model may call, and the forms in which models write calls."""
+"""Tools: the functions that a model may call, and the formats in which models write calls."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class ToolFormat:
     name: str
     tag: str
     end: str
-    """What may stand behind the object."""
+    """Text that may follow the object."""
     arguments_key: str
     """The object's key of the arguments."""
     is_bare: bool

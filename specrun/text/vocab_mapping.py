@@ -58,7 +58,7 @@ class VocabMapping:
         self.draft_ids = np.array([token for _, token in common], np.int64)
         """[n], the draft's ids of the same tokens."""
         self.num_texts = sum(not is_special for _, is_special in ours.keys() & theirs.keys())
-        """How many of them are no special tokens."""
+        """Number of them that are not special tokens."""
         self.share = len(common) / max(1, len(ours))
         """The share of the target's vocabulary that the draft's has too."""
         known = np.full(target_size or _num_ids(target), ABSENT, np.int64)

@@ -20,7 +20,7 @@ class UnsentAnswer:
     """True if every round may have a response of its own."""
     with_log_probs: bool
     text_before: str
-    """What the text begins with: the prompt, or nothing."""
+    """Beginning of the text that is not sent yet: the prompt, or nothing."""
     prompt_tokens: int
     is_dropped: bool
     """True if no output is wanted (``max_tokens`` 0)."""

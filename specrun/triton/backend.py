@@ -26,7 +26,7 @@ from specrun.triton.answer import UnsentAnswer
 from specrun.triton.metrics import TritonMetrics
 from specrun.triton.repository import DRAFT, MAX_QUEUE, TARGET, TOKENIZER
 from specrun.triton.responses import Response, ResponseThread
-from specrun.triton.tensors import Ask, read_inputs
+from specrun.triton.tensors import ParsedRequest, read_inputs
 
 READERS = 4
 """Number of threads that read requests."""
@@ -70,8 +70,8 @@ class TritonPythonModel:
             self.responses.begin(response)
             try:
                 tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-                ask = read_inputs(tensors, json.loads(request.parameters() or "{}"))
-                self._readers.submit(self._submit, ask, response)
+                parsed = read_inputs(tensors, json.loads(request.parameters() or "{}"))
+                self._readers.submit(self._submit, parsed, response)
             except Exception as error:
                 self.responses.do(partial(response.fail, error))
 
@@ -81,21 +81,23 @@ class TritonPythonModel:
         self.engine.stop(DRAIN_SECONDS)
         self.responses.stop(DRAIN_SECONDS)
 
-    def _submit(self, ask: Ask, response: Response) -> None:
+    def _submit(self, parsed: ParsedRequest, response: Response) -> None:
         """Encode and submit a request, in a thread of its own, because a long prompt takes seconds."""
         try:
-            self._give_to_engine(ask, response)
+            self._give_to_engine(parsed, response)
         except BaseException as error:  # The tokenizer's faults are no Exceptions.
             self.responses.do(partial(response.fail, error))
 
-    def _give_to_engine(self, ask: Ask, response: Response) -> None:
-        made = self.decoder.request(ask.prompt, ask.params, ask.options, name=ask.prompt_name)
-        response.answer = UnsentAnswer(ask.stream, made.logprobs is not None, made.echo, len(made.prompt), ask.is_probe)
-        if ask.is_probe and self._is_busy():
+    def _give_to_engine(self, parsed: ParsedRequest, response: Response) -> None:
+        made = self.decoder.request(parsed.prompt, parsed.params, parsed.options, name=parsed.prompt_name)
+        response.answer = UnsentAnswer(
+            parsed.stream, made.logprobs is not None, made.echo, len(made.prompt), parsed.is_probe
+        )
+        if parsed.is_probe and self._is_busy():
             ended = Ended("length", 0, Stats(), None)
             self.responses.do(partial(response.receive, 0, Update((), (), (), ended)))
         else:
-            response.job = self.engine.submit([made], response.receive)
+            response.submission = self.engine.submit([made], response.receive)
 
     def _is_busy(self) -> bool:
         """Whether other requests show that the engine works. Raises EngineStoppedError where it does not work."""

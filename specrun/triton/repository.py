@@ -22,7 +22,7 @@ SPECULATIVE, ALONE = "speculative", "target"
 VERSION = "1"
 """The folder of a model that the server loads."""
 TARGET, DRAFT, TOKENIZER = "target", "draft", "tokenizer"
-"""What lies beside ``model.py``."""
+"""Directories next to ``model.py``."""
 MAX_QUEUE = "max_queue"
 """The parameter that is not a setting of the pair."""
 _NOT_WRITTEN = ("shared_thread_pool",)

@@ -13,14 +13,14 @@ import triton_python_backend_utils as pb_utils
 
 from specrun.errors import RequestError, SpecError
 from specrun.request.updates import Update
-from specrun.serve.engine import EngineStoppedError, Job, News, QueueFullError
+from specrun.serve.engine import EngineStoppedError, QueueFullError, RequestUpdate, Submission
 from specrun.serve.log import log
 from specrun.triton.answer import UnsentAnswer
 from specrun.triton.metrics import TritonMetrics
 from specrun.triton.tensors import in_tritons_words
 
 CANCEL_SECONDS = 0.1
-"""How often senders are asked whether their clients have left."""
+"""Seconds between two checks of whether clients have left."""
 
 
 class Response:
@@ -28,7 +28,7 @@ class Response:
 
     def __init__(self, sender: Any, metrics: TritonMetrics) -> None:
         self.answer: UnsentAnswer | None = None
-        self.job: Job | None = None
+        self.submission: Submission | None = None
         """Set once the engine has the request."""
         self.is_closed = False
         self._sender, self._metrics = sender, metrics
@@ -40,15 +40,15 @@ class Response:
 
     def attend(self, is_time: bool) -> None:
         """Send what is due. is_time: end the request if its client has left; a last update follows."""
-        if is_time and self.job and self._sender.is_cancelled():
-            self.job.cancel()
+        if is_time and self.submission and self._sender.is_cancelled():
+            self.submission.cancel()
         if self.answer and self.answer.is_due:
             self._send_answer(self.answer)
 
     def give_up(self, error: Exception) -> None:
         """End because of ``error``: something could not be sent."""
-        if self.job:
-            self.job.cancel()
+        if self.submission:
+            self.submission.cancel()
         self.fail(error)
 
     def _send_answer(self, answer: UnsentAnswer) -> None:
@@ -106,9 +106,9 @@ class ResponseThread:
         """Attend to ``response`` until it is closed."""
         self.do(partial(self._open.add, response))
 
-    def deliver(self, news: Sequence[News]) -> None:
+    def deliver(self, updates: Sequence[RequestUpdate]) -> None:
         """Take what a step has brought."""
-        self.do(lambda: [one.hand_over() for one in news])
+        self.do(lambda: [one.deliver() for one in updates])
 
     def do(self, work: Callable[[], object]) -> None:
         """Let the thread do ``work``, after what it was given before. Any thread may call this."""
@@ -126,7 +126,7 @@ class ResponseThread:
                     self._open.discard(response)
 
     def _do_all(self) -> bool:
-        """Wait for work, for a while if there are responses to attend to, and do all there is. False at the end."""
+        """Wait for work, for a while if there are responses to attend to, and do all waiting work. False at the end."""
         try:
             work = self._work.get(timeout=CANCEL_SECONDS if self._open else None)
             while work:

@@ -93,8 +93,8 @@ _PARAMETERS = ("model",)
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What a request's inputs ask for."""
+class ParsedRequest:
+    """A request as its inputs say."""
 
     prompt: Prompt
     prompt_name: str
@@ -105,8 +105,8 @@ class Ask:
     """True if it only asks whether the engine works (``max_tokens`` 0)."""
 
 
-def read_inputs(tensors: Mapping[str, Array], parameters: Iterable[str] = ()) -> Ask:
-    """What ``tensors`` ask for. parameters: names of what came beside them. Raises RequestError, naming the input."""
+def read_inputs(tensors: Mapping[str, Array], parameters: Iterable[str] = ()) -> ParsedRequest:
+    """What ``tensors`` ask for. parameters: names of other parameters. Raises RequestError, naming the input."""
     _refuse_parameters(parameters)
     values = {name: _value(name, array) for name, array in tensors.items()}
     given = [name for name in ("text_input", "input_ids") if name in values]
@@ -131,7 +131,7 @@ def read_inputs(tensors: Mapping[str, Array], parameters: Iterable[str] = ()) ->
     if "logit_bias" in values:
         sampling["logit_bias"] = token_biases("logit_bias", _json("logit_bias", values["logit_bias"]))
     params = SamplingParams(**sampling)
-    return Ask(values[given[0]], given[0], params, RequestOptions(**options), stream, is_probe)
+    return ParsedRequest(values[given[0]], given[0], params, RequestOptions(**options), stream, is_probe)
 
 
 def _constraint(values: Mapping[str, Any]) -> dict[str, Any]:

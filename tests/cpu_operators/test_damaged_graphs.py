@@ -56,7 +56,7 @@ def attention() -> Node:
 
 
 def float_product() -> Node:
-    lines = floats(3 * 40 * 16)  # Three strips of 16 columns, 40 inputs.
+    lines = floats(3 * 40 * 16)  # Three panels of 16 columns, 40 inputs.
     attributes = {"K": 40, "N": [20, 10], "made": 1, "epsilon": 1e-5}
     return Node("FloatMatMul", {"x": floats(5, 40), "weight": lines, "other": floats(40)}, attributes, 2)
 

@@ -1,4 +1,4 @@
-"""``EmbeddingLookup``: rows of a table that a product by the same tensor has in strips; and engines of tied models."""
+"""``EmbeddingLookup``: rows of a table that a product by the same tensor has in panels; and engines of tied models."""
 
 from __future__ import annotations
 

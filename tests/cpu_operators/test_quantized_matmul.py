@@ -47,7 +47,7 @@ FORMS = {
     "int8 with minima (Q5_1)": Form("int8", 32, scales="float16", minima=True),
 }
 SIZES = [(32, 16), (256, 64), (100, 17), (52, 1), (7, 130), (1000, 100)]
-"""[K, N]: even ones, and those that fill neither blocks, lines nor strips."""
+"""[K, N]: even ones, and those that fill neither blocks, lines nor panels."""
 
 
 def inputs(rows: int, width: int) -> npt.NDArray[np.float32]:
@@ -171,7 +171,7 @@ def test_inputs_of_all_sizes_and_shapes() -> None:
 
 
 def test_products_of_one_input_are_computed_together() -> None:
-    """Columns of one do not fill strips. The bits are those of products by themselves."""
+    """Columns of one do not fill panels. The bits are those of products by themselves."""
     weights = [packed(Form("int4", 32), 96, columns, seed=columns) for columns in (70, 16, 5, 33, 8)]
     model = product_graph(*weights)
     assert [len(node.outputs) for node in model.graph] == [4, 1]

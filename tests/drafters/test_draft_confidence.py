@@ -17,7 +17,7 @@ import pytest
 from specrun.backends import open_host_backend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.drafters import draft_ends
+from specrun.drafters import early_stop
 from specrun.drafters.acceptance_rate import Calibration
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.model import ModelDrafter
@@ -26,9 +26,9 @@ from specrun.errors import RequestError
 from specrun.request.request import Outcome, Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import Floats, SamplingParams
-from specrun.scheduler.draft_budget import least_survivors
+from specrun.scheduler.draft_budget import min_expected_survivors
 from specrun.scheduler.draft_length import DraftLength
-from specrun.scheduler.kept_plans import KeptPlans
+from specrun.scheduler.plan_cache import PlanCache
 from specrun.scheduler.round_times import ExpectedTimes
 from specrun.speculative.loop import learn
 from specrun.speculative.round import AnyRound
@@ -179,7 +179,7 @@ def seconds_a_token(
 
     generator, elapsed, told = np.random.default_rng(5), 0.0, 0
     with SpeculativeDecoder.open(*pair, config) as decoder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft_ends, "time", clock)
+        patch.setattr(early_stop, "time", clock)
         rounds, lengths = decoder.scheduler.round, decoder.scheduler.lengths
         rounds.skips_unused_tokens = by_row
         if config.fixed_draft_len is None:
@@ -192,7 +192,7 @@ def seconds_a_token(
                 ),
                 by_row=by_row,
             )
-            lengths = KeptPlans(chooser)
+            lengths = PlanCache(chooser)
         for first in range(0, texts, batch):
             requests = [Request([(first + row) * 37 % TOKENS], GREEDY, TEXT) for row in range(batch)]
             rounds.admit(requests, 0)
@@ -222,8 +222,8 @@ def seconds_a_token(
 def test_a_step_that_was_disturbed_ends_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took a hundred times as long as is expected, and is the only one that was timed."""
     times = iter([0.0, 0.01, 1.01, 2.0, 2.01, 2.02])
-    monkeypatch.setattr(draft_ends, "time", SimpleNamespace(perf_counter=times.__next__))
-    ends, plan = draft_ends.DraftEnds(), DraftPlan(3, prices=[0.0] * 3, tokens_per_second=10.0, draft_step=0.01)
+    monkeypatch.setattr(early_stop, "time", SimpleNamespace(perf_counter=times.__next__))
+    ends, plan = early_stop.EarlyStop(), DraftPlan(3, min_survival=[0.0] * 3, tokens_per_second=10.0, draft_step=0.01)
     for _ in range(2):
         ends.begin(plan, 2)
         assert not any(ends.ends_before(step, [0, 1], [[]] * 2) for step in range(3))
@@ -289,7 +289,7 @@ def test_a_round_goes_on_while_all_its_rows_together_are_worth_it(engines: tuple
         ):
             outcomes = rounds.step(requests, DraftPlan(G, limits)).outcomes
             assert [outcome.drafted for outcome in outcomes if isinstance(outcome, Outcome)] == [expected] * 2
-            rounds.drafter._ends.calibration = Calibration()  # type: ignore[union-attr]
+            rounds.drafter._early_stop.calibration = Calibration()  # type: ignore[union-attr]
 
 
 def test_what_was_accepted_teaches_what_a_probability_means() -> None:
@@ -305,6 +305,6 @@ def test_what_was_accepted_teaches_what_a_probability_means() -> None:
 def test_least_survivors() -> None:
     """The next token is worth 0.5 of a row that stands; four more are worth 0.9375 and may take less than that."""
     seconds = [1.0, 1.2, 1.7, 1.7, 1.7, 1.7]
-    found = least_survivors(seconds, tokens_per_second=1.0, alpha=0.5)
+    found = min_expected_survivors(seconds, tokens_per_second=1.0, alpha=0.5)
     assert found == pytest.approx([0.5 / 0.9375, 0.0, 0.0, 0.0, np.inf])
-    assert least_survivors([1.0, 1.2], 1.0, 0.5) == [np.inf]
+    assert min_expected_survivors([1.0, 1.2], 1.0, 0.5) == [np.inf]

@@ -307,7 +307,7 @@ def test_rounds_that_draft_have_nothing_to_catch_up_on(readers: Path) -> None:
                 pair.scheduler.step()
                 running = [request for request in pair.scheduler._rows if not request.finish_reason]
                 if running == pair.scheduler._rows and running:
-                    lags.append(pair.scheduler.round.draft_lag(running))
+                    lags.append(pair.scheduler.round.num_uncached_draft(running))
             assert max(lags) == 0
 
 

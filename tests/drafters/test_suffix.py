@@ -193,28 +193,28 @@ def test_what_was_found_is_compared_as_far_as_the_round_came(committed: list[int
     assert Found([4, 5, 6], [], AcceptanceRate()).compare(committed) == expected
 
 
-def lens_by_price(drafter: Drafter, finder: SuffixDrafter, prices: list[float]) -> list[int]:
+def lens_by_min_survival(drafter: Drafter, finder: SuffixDrafter, min_survival: list[float]) -> list[int]:
     """How many draft tokens each of four equal rows gets, of which four are found."""
     requests = [Request([5, *[1, 2] * 20], SamplingParams(), 60) for _ in range(4)]
     finder.admit(requests)
-    proposals = drafter.propose(requests, [4] * 4, [()] * 4, DraftPlan(4, prices=prices))
+    proposals = drafter.propose(requests, [4] * 4, [()] * 4, DraftPlan(4, min_survival=min_survival))
     assert [finder._found[request].tokens for request in requests] == [[1, 2, 1, 2]] * 4, "to be compared later"
     return [len(proposal.tokens) for proposal in proposals]
 
 
 def test_what_is_not_worth_its_verification_is_not_proposed() -> None:
     drafter = SuffixDrafter(False)
-    assert lens_by_price(drafter, drafter, []) == [4] * 4
-    assert lens_by_price(drafter, drafter, [0.3]) == [3] * 4, "0.7, 0.49, 0.343, 0.24"
-    assert lens_by_price(drafter, drafter, [0.3, 0.6]) == [3, 3, 1, 1], "behind two rows, a row has 1.5 tokens"
-    assert lens_by_price(drafter, drafter, [0.8]) == [0] * 4
+    assert lens_by_min_survival(drafter, drafter, []) == [4] * 4
+    assert lens_by_min_survival(drafter, drafter, [0.3]) == [3] * 4, "0.7, 0.49, 0.343, 0.24"
+    assert lens_by_min_survival(drafter, drafter, [0.3, 0.6]) == [3, 3, 1, 1], "behind two rows, a row has 1.5 tokens"
+    assert lens_by_min_survival(drafter, drafter, [0.8]) == [0] * 4
 
 
 def test_rows_wait_for_as_long_a_draft_as_pays() -> None:
     """Four rows are expected to survive the first token 2.8 times, the second 1.96, the third 1.372."""
     survivals = [[0.7, 0.49, 0.343, 0.24]] * 4
     for least, longest in (([0, 0, 0, math.inf], 4), ([0, 2, 0, math.inf], 2), ([3, 0, 0, math.inf], 1)):
-        plan = DraftPlan(4, end_below=least)
+        plan = DraftPlan(4, min_expected_survivors=least)
         assert plan.common_len(survivals, 4) == longest
         assert plan.common_len(survivals, 1) == 4, "nobody else waits"
         drafter, requests = SuffixDrafter(False), [Request([5, *[1, 2] * 20], SamplingParams(), 60) for _ in range(4)]
@@ -227,7 +227,7 @@ def test_nor_is_it_beside_a_model(target: Path, draft: Path) -> None:
     with on_host(target, draft, 4) as decoder:
         drafter: Any = decoder.scheduler.round.drafter
         drafter._is_better = lambda expected, count: True
-        assert lens_by_price(drafter, drafter.suffix, [0.3, 0.6]) == [3, 3, 1, 1]
+        assert lens_by_min_survival(drafter, drafter.suffix, [0.3, 0.6]) == [3, 3, 1, 1]
 
 
 @pytest.mark.quick("all-suffix", "all-suffix on a device")

@@ -131,7 +131,11 @@ class Changing(DraftLength):
     """Lengths that stay for some rounds, plain ones among them."""
 
     def choose(
-        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+        self,
+        requests: Sequence[object],
+        row_limits: Sequence[int],
+        num_uncached_draft: int = 0,
+        drafts_end: bool = False,
     ) -> DraftPlan:
         self.rounds = getattr(self, "rounds", -1) + 1
         return DraftPlan((3, 3, 3, 3, 0, 0, 0, 0, 1, 3, 0, 2)[self.rounds % 12])

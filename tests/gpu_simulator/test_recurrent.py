@@ -277,7 +277,11 @@ class Changing(DraftLength):
     """Lengths with more plain rounds in a row than a draft model can read tokens again."""
 
     def choose(
-        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+        self,
+        requests: Sequence[object],
+        row_limits: Sequence[int],
+        num_uncached_draft: int = 0,
+        drafts_end: bool = False,
     ) -> DraftPlan:
         self.rounds = getattr(self, "rounds", -1) + 1
         return DraftPlan((3, 3, 1, *[0] * 20, 2)[self.rounds % 24])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specrun.request.request import Request
 from specrun.request.stats import speculative_decoding
-from specrun.request.updates import Watch
+from specrun.request.updates import UpdateCursor
 from specrun.sampling.sampler import SamplingParams
 from specrun.serve.metrics import Metrics
 from tests.helpers.tables import normal, open_tables
@@ -19,11 +19,11 @@ def test_every_round_is_counted_where_an_update_has_several(tmp_path: Path) -> N
     decoder = open_tables(tmp_path, target, target + normal(2, 24, 24, scale=0.3), draft_len=4)
     request = Request([1], SamplingParams(), 40)
     decoder.scheduler.add(request)
-    watch, metrics, updates = Watch(request), Metrics("specrun", "m"), []
+    cursor, metrics, updates = UpdateCursor(request), Metrics("specrun", "m"), []
     while len(decoder.scheduler):
         for _ in range(3):
             decoder.scheduler.step()
-        if update := watch.update():
+        if update := cursor.update():
             updates.append(update)
             metrics.count_round(update, 0.1, is_first=len(updates) == 1)
     assert max(len(update.steps) for update in updates) == 3

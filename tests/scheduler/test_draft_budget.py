@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from specrun.scheduler.draft_budget import Speed, batch_tokens, prices, share, time_of
+from specrun.scheduler.draft_budget import Speed, batch_tokens, min_survival, share, time_of
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.round_times import ExpectedTimes
 from tests.helpers.row import Row
@@ -49,7 +49,7 @@ def test_rows_of_different_drafts_gain_by_lengths_of_their_own(rows: int) -> Non
 def test_a_price_is_what_a_token_keeps_the_batch_from() -> None:
     expected = ExpectedTimes(SECONDS, 0.1)
     assert expected.passes == pytest.approx([0.2, 0.25, 0.25, 0.4])
-    assert prices(expected.passes, 12.0, 4) == pytest.approx([0.6, 0.75, 0.75, 1.2])
+    assert min_survival(expected.passes, 12.0, 4) == pytest.approx([0.6, 0.75, 0.75, 1.2])
 
 
 def test_speed_is_a_mean_of_late_rounds() -> None:

@@ -16,7 +16,7 @@ from specrun.request.stats import expected_tokens
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_budget import batch_tokens
 from specrun.scheduler.draft_length import DraftLength
-from specrun.scheduler.kept_plans import KeptPlans
+from specrun.scheduler.plan_cache import PlanCache
 from specrun.scheduler.round_times import ExpectedTimes
 from tests.helpers.pairs import PROMPTS, SAMPLED, decode, near_ties
 from tests.helpers.row import Row
@@ -65,7 +65,7 @@ def seconds_a_token(
     time_of: of a round of so many rows and draft tokens, in place of that line. All rows have ``texts`` texts.
     proposes: how many draft tokens a row gets that asks for so many. drafts_end: see ``DraftLength.choose``.
     """
-    lengths, generator, pace = KeptPlans(chooser), np.random.default_rng(seed), 0.0
+    lengths, generator, pace = PlanCache(chooser), np.random.default_rng(seed), 0.0
     elapsed, lengths_of_rows, behind = 0.0, np.zeros(rows), 0
     for request in range(texts):
         requests = [Row() for _ in range(rows)]

@@ -8,7 +8,7 @@ import pytest
 
 from specrun.scheduler.draft_budget import Speed
 from specrun.scheduler.draft_length import DraftLength
-from specrun.scheduler.round_times import ExpectedTimes, Settling
+from specrun.scheduler.round_times import ExpectedTimes, PostDraftSlowdown
 from tests.helpers.row import Row
 
 
@@ -36,17 +36,17 @@ def test_steps_that_follow_one_another_are_what_drafts_have_to_beat() -> None:
 
 
 def test_control_steps_that_are_alone_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Settling, "settled", lambda _self, _draft_len, seconds: seconds)
-    monkeypatch.setattr(Settling, "ROUNDS", 1)
+    monkeypatch.setattr(PostDraftSlowdown, "settled", lambda _self, _draft_len, seconds: seconds)
+    monkeypatch.setattr(PostDraftSlowdown, "ROUNDS", 1)
     assert drafted_share(0.9, 2.05, 0.25) > 0.5
 
 
 @pytest.mark.parametrize("first", [1.0, 1.3])
 def test_a_run_says_what_a_round_that_is_alone_would_take(first: float) -> None:
-    settling = Settling()
+    settling = PostDraftSlowdown()
     for _ in range(3):
         assert settling.settled(True, 3.0) == 3.0
-        for place in range(Settling.ROUNDS):
+        for place in range(PostDraftSlowdown.ROUNDS):
             settling.settled(False, first if place == 0 else 1.0)
     settling.settled(True, 3.0)
     assert settling.settled(False, first) == pytest.approx(1.0)
@@ -107,5 +107,5 @@ def test_a_draft_that_is_far_behind_does_not_read_texts_that_are_about_to_end(li
         g = lengths.choose([row], [10]).draft_len
         lengths.observe(g, 1 + 0.1 * g, [row], [(g, g)])
     assert lengths.choose([row], [limit]).draft_len
-    assert bool(lengths.choose([row], [limit], draft_lag=400).draft_len) == drafts
+    assert bool(lengths.choose([row], [limit], num_uncached_draft=400).draft_len) == drafts
     assert lengths.drafting == drafts

@@ -13,7 +13,7 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from specrun.batch.lines import Ask, Defaults, read_question
+from specrun.batch.lines import Defaults, ParsedRequest, read_question
 from specrun.decoder import SpeculativeDecoder
 from specrun.openai.body import DEFAULTS
 from specrun.request.options import RequestOptions
@@ -344,8 +344,8 @@ def test_batch_files_take_tools_too(opened: Open) -> None:
     line = {"custom_id": "1", "url": "/v1/chat/completions", "body": {**ASK, "tool_choice": NAMED, "seed": 0}}
     with opened(QWEN, "special") as decoder:
         question = read_question(json.dumps(line).encode(), 1, defaults)
-        assert isinstance(question.ask, Ask)
-        found = decoder.generate(question.ask.prompts, question.ask.params, question.ask.options)
+        assert isinstance(question.parsed, ParsedRequest)
+        found = decoder.generate(question.parsed.prompts, question.parsed.params, question.parsed.options)
         (choice,) = question.answer(found, None, decoder.token_bytes)["response"]["body"]["choices"]
     assert choice["finish_reason"] == "tool_calls"
     (call,) = choice["message"]["tool_calls"]

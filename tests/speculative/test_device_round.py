@@ -139,7 +139,11 @@ class Observed(DraftLength):
     """Drafts as much as the rows can use, and keeps what it is told of rounds."""
 
     def choose(
-        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+        self,
+        requests: Sequence[object],
+        row_limits: Sequence[int],
+        num_uncached_draft: int = 0,
+        drafts_end: bool = False,
     ) -> DraftPlan:
         return DraftPlan(min(self.max_draft_len, max(row_limits)))
 
@@ -275,7 +279,11 @@ class Cycle(DraftLength):
     """Another length every round, non-speculative steps in a row among them."""
 
     def choose(
-        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+        self,
+        requests: Sequence[object],
+        row_limits: Sequence[int],
+        num_uncached_draft: int = 0,
+        drafts_end: bool = False,
     ) -> DraftPlan:
         self.rounds = getattr(self, "rounds", -1) + 1
         return DraftPlan((2, 0, 0, 0, 4, 1, 0, 3)[self.rounds % 8])
@@ -377,7 +385,7 @@ def test_control_masks_that_do_not_know_the_drafts_are_seen(
 def test_drafts_that_complete_a_text_whose_end_is_forbidden(
     tables: tuple[Path, Path], letters: list[Grammar], tmp_path: Path
 ) -> None:
-    """Behind them nothing may follow, the end-of-text id included; the round's own token there is of no account."""
+    """Behind them nothing may follow, the end-of-text id included; the round's own token there is ignored."""
     save_tokenizer(tmp_path)
     ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab()
     params = SamplingParams(logit_bias={0: -math.inf, **{ids[letter]: 50.0 for letter in "abcdef"}})

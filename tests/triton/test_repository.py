@@ -100,11 +100,11 @@ def test_every_input_is_read() -> None:
         if tensor.name == "exclude_input_in_output":
             array = ~array
         try:
-            ask = read_inputs(usual | {tensor.name: array})
+            parsed = read_inputs(usual | {tensor.name: array})
         except RequestError as error:
             assert str(error).startswith(tensor.name)  # beam_width and its like are read, and are 1.
         else:
-            assert (ask.params, ask.options) != (plain.params, plain.options), tensor.name
+            assert (parsed.params, parsed.options) != (plain.params, plain.options), tensor.name
     with pytest.raises(RequestError, match="did you mean temperature"):
         read_inputs(usual, ["temprature"])
     assert read_inputs(usual, ["model", "triton_enable_empty_final_response"]) == plain

@@ -1,4 +1,4 @@
-"""Quantized weights in the forms that ONNX Runtime has fast operators for on a processor.
+"""Quantized weights in the formats that ONNX Runtime has fast operators for on a processor.
 
 ONNX Runtime itself makes MatMulNBits of a DequantizeLinear in front of a MatMul. It rounds inputs in groups, as our own
 products do, which keeps more than a checkpoint's own rounding of inputs. What ONNX Runtime would leave slow, or refuse,
@@ -83,7 +83,7 @@ class _Weight(NamedTuple):
     scales: tuple[ir.TensorProtocol, ...]
     """Factors of the scales."""
     block: int
-    """0: one scale a column."""
+    """Input channels that share a scale; 0: all of a column."""
 
     @property
     def is_float4(self) -> bool:

@@ -14,13 +14,13 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from specrun.cpu_operators import DOMAIN
 
 NORMALIZED, SILU_GATED, GELU_GATED = 1, 2, 3
-"""``Made`` in ``activations.h``."""
+"""``Prologue`` in ``activations.h``."""
 _PLACES = {"QuantizedMatMul": (4, 5), "FloatMatMul": (2, 3)}
-"""Of the two inputs: what activations are made with, and the residual."""
+"""Positions of two inputs of each operator: ``other`` of its prologue, and the residual."""
 
 
 class _Made(NamedTuple):
-    """How activations are made."""
+    """The prologue of a product: how its activations are computed from ``x``."""
 
     kind: int
     x: ir.Value

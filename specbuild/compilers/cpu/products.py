@@ -47,7 +47,7 @@ def use_own_products(model: ir.Model) -> int:
         if product.nodes[0] not in adding:
             found.setdefault(product.group, []).append(product)
     lookups: dict[tuple[ir.Value, bool], list[_Lookup]] = {}
-    """Where rows of a table are looked up, by what holds its numbers or codes and how it lies."""
+    """Row lookups, by the value that holds the table's numbers or codes and by its layout."""
     for lookup in tables:
         if lookup.nodes[0] not in adding:
             lookups.setdefault(lookup.table.place, []).append(lookup)
@@ -73,9 +73,9 @@ class _BlockValues:
     stored: ir.TensorProtocol
     """[N] or [blocks, N]."""
     units: ir.TensorProtocol | None = None
-    """What codes are multiplied by: [], [N] or [units, N]."""
+    """Factors of ``stored`` where that holds codes: [], [N] or [units, N]."""
     is_transposed: bool = False
-    """Whether both lie as [N, ..]."""
+    """Whether ``stored`` and ``units`` are stored as [N, ..]."""
 
     @property
     def has_codes(self) -> bool:
@@ -110,9 +110,9 @@ class _Weight:
     minima: _BlockValues | None = None
     """Numbers to add to scaled codes."""
     block: int = 0
-    """0: one scale a column."""
+    """Input channels that share a scale; 0: all of a column."""
     is_transposed: bool = False
-    """Whether numbers, codes and scales lie as [N, ..]."""
+    """Whether numbers, codes and scales are stored as [N, ..]."""
 
     @property
     def place(self) -> tuple[ir.Value, bool]:
@@ -167,13 +167,13 @@ class _Product:
     block: int
     """Inputs that are rounded with one scale."""
     nodes: tuple[ir.Node, ...]
-    """What it replaces: the MatMul, and the Add of its minima."""
+    """Nodes that are replaced: the MatMul, and the Add of its minima."""
     adding: tuple[ir.Node, ...] = ()
-    """What computes those."""
+    """Nodes that compute what the minima add."""
 
     @property
     def group(self) -> object:
-        """Products of one group can be computed together; one whose weight others read is by itself."""
+        """Products of one group can be computed together; one whose weight others read is computed alone."""
         return self.x, self.block, self.weight.kind, self.nodes[0] if self.weight.readers > 1 else None
 
 
@@ -264,11 +264,11 @@ class _Lookup(NamedTuple):
     """Rows of a table that are looked up."""
 
     table: _Weight
-    """Its columns are the rows."""
+    """The table as a weight, whose columns are the rows that are looked up."""
     nodes: tuple[ir.Node, ...]
-    """What it replaces: the Gather, and the Add of its minima."""
+    """Nodes that are replaced: the Gather, and the Add of its minima."""
     adding: tuple[ir.Node, ...] = ()
-    """What computes those."""
+    """Nodes that compute what the minima add."""
 
 
 def _lookup(gather: ir.Node) -> _Lookup | None:
@@ -330,7 +330,7 @@ class _Packed(NamedTuple):
 
     lines: ir.Value
     scales: list[ir.Value | None]
-    """Of codes: scales, their units, minima, their units."""
+    """Scales, units of scales, minima and units of minima of codes, in this order; empty for numbers."""
     zeros: ir.Value | None
     sizes: dict[str, int | list[int]]
     """Attributes of the operators."""

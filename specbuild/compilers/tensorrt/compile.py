@@ -91,7 +91,7 @@ class Tensorrt:
         notes = list[str]()
         turned = turn_negative_scales(model)
         if moved := move_zero_points(model):
-            notes.append(f"{moved} products have a second one beside them, for minima; int4_sym has none")
+            notes.append(f"{moved} products have a second product, for minima; int4_sym has none")
         if turned + moved + round_token_inputs(model):
             model, weights = graphs.write_recoded(model, output), output
         round_float4_inputs(model)

@@ -17,9 +17,9 @@ from specrun.errors import CheckpointError, UnsupportedModelError
 
 _GEMMA3_LOCAL_THETA, _GEMMA3_PATTERN = 10_000.0, 6
 _GEMMA_27B_WIDTHS = {"gemma2": 4608, "gemma3": 5376}
-"""The largest ones divide queries by the root of width / heads, not of a head's size."""
+"""Widths of the 27B models, which divide queries by the root of width / heads, not of a head's size."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of Llama 3.1 and 3.2. A file has the factors that follow from it, not the numbers themselves."""
+"""RoPE parameters of Llama 3.1 and 3.2. A file has the factors that follow from them, not the parameters."""
 _CLOSE = 1e-3
 
 Numbers = Callable[[str], np.ndarray[Any, np.dtype[np.float32]] | None]
@@ -193,4 +193,4 @@ ARCHITECTURES: dict[str, Callable[[_Keys, dict[str, Any]], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
 }
-"""By ``general.architecture``: what each adds to the configuration, or puts in the place of its parts."""
+"""Functions by ``general.architecture``. Each gives fields to add to the configuration or to replace in it."""

@@ -1,4 +1,4 @@
-"""A part of a checkpoint's configuration, read with every value checked: somebody else wrote it."""
+"""A part of a checkpoint's configuration, read with every value checked, because another tool wrote it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint's quantization: which modules, in which forms; and the weights of a module as ``Packed``."""
+"""A checkpoint's quantization: which modules, in which formats; and the weights of a module as ``Packed``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class KVCache:
 
     form: Literal["float8", "int8"]
     static: bool
-    """Its scales stand in the checkpoint, in tensors whose names end in ``CACHE_SCALES``."""
+    """Whether the checkpoint holds the scales, in tensors whose names end in ``CACHE_SCALES``."""
 
     @property
     def option(self) -> str:
@@ -60,14 +60,14 @@ class Scheme:
     """The file that says it."""
     method: str
     suffixes: tuple[str, ...]
-    """What may follow a module's name in the names of the tensors that make up its weight."""
+    """Suffixes of a module's name in the names of the tensors that make up its weight."""
     rules: tuple[Rule, ...]
     """The first that matches a module holds."""
     strict: bool = False
     """True if every linear layer that no rule excepts is quantized. Otherwise the tensors tell."""
     kv_cache: KVCache | None = None
     notes: tuple[str, ...] = ()
-    """What the user should know, in sentences."""
+    """Notes for the user, in sentences."""
 
     def form(self, module: str) -> Form | None:
         """How the weight of ``module``, a linear layer, is stored if it is quantized. None: it is dense."""

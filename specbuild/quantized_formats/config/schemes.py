@@ -34,7 +34,7 @@ METHODS = {
 
 
 def read_scheme(directory: Path, config_json: dict[str, Any]) -> Scheme | None:
-    """What config.json, or hf_quant_config.json beside it, says of quantized weights. None: there are none.
+    """What config.json, or hf_quant_config.json in the same directory, says of quantized weights. None: there are none.
 
     Raises CheckpointError; UnsupportedModelError names a method that is not read, and what to do.
     """

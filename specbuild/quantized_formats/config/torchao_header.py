@@ -17,7 +17,7 @@ _LOW = "asymmetric inputs are rounded to 8 bits without a zero point here"
 def weight_forms(section: Section) -> tuple[dict[str, Form], tuple[str, ...]]:
     """The form of every quantized module, and notes.
 
-    ``section`` is torchao's ``quantization_config``; the weight files lie beside its file. Raises CheckpointError;
+    ``section`` is torchao's ``quantization_config``; the weight files are in its directory. Raises CheckpointError;
     UnsupportedModelError names what is not read.
     """
     directory = section.path.parent

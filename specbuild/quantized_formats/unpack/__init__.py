@@ -1,1 +1,1 @@
-"""Packed tensors of other tools to the one form of ``weights.packed``."""
+"""Packed tensors of other tools to the one format of ``weights.packed``."""

@@ -19,7 +19,7 @@ from specbuild.weights.gguf_file import BLOCKS
 from specbuild.weights.packed import Packed
 
 SUFFIX = "gguf"
-"""What stands in the place of ``weight`` in the name of a tensor of blocks [N, bytes of a row]."""
+"""Word in place of ``weight`` in the name of a tensor of blocks [N, bytes of a row]."""
 _CHUNK = 1 << 24
 """Bytes of blocks that are looked at at a time."""
 
@@ -47,7 +47,7 @@ class _Kind:
     """[.., channels of a block]: each code in the low bits of a byte."""
     scales: _Values
     units: _Values | None = None
-    """Of scales in int8."""
+    """Units of int8 scales; None if the scales are floating point."""
     minima: _Values | None = None
     minimum_units: _Values | None = None
 

@@ -60,7 +60,7 @@ def answer_with_engines(
 ) -> Iterator[Answer]:
     """Through ``specrun``, with full batches. Raises SpecError where the pair cannot be opened."""
     from specrun.batch.batch import Batch
-    from specrun.batch.lines import Ask, Question
+    from specrun.batch.lines import ParsedRequest, Question
     from specrun.decoder import SpeculativeDecoder
     from specrun.request.options import RequestOptions
     from specrun.sampling.sampler import SamplingParams
@@ -71,7 +71,9 @@ def answer_with_engines(
         def __init__(self, prompt: Prompt) -> None:
             self.prompt = prompt
 
-        def answer(self, requests: Sequence[Request], ask: Ask, names: TokenBytes | None) -> dict[str, Any]:
+        def answer(
+            self, requests: Sequence[Request], parsed: ParsedRequest, names: TokenBytes | None
+        ) -> dict[str, Any]:
             return {"text": requests[0].text}
 
         def failure(self, error: SpecError) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def answer_with_engines(
         asked: Any = example.messages if example.text is None else example.text
         params = SamplingParams(temperature=sampling.temperature, seed=sampling.seed + prompt.place.line)
         options = RequestOptions(max_output_len=sampling.max_output_len)
-        return Question(TextAnswer(prompt), Ask([asked], params, options, 1))
+        return Question(TextAnswer(prompt), ParsedRequest([asked], params, options, 1))
 
     with SpeculativeDecoder.open(target, draft) as decoder:
         for ended in Batch(decoder, map(question, prompts)).answer():

@@ -1,4 +1,4 @@
-"""Conversations and texts in files of JSON lines, in the forms that people have them in."""
+"""Conversations and texts in files of JSON lines, in common formats."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ class PrepareOptions:
     draft_engine_dir: Path | None = None
     server: str | None = None
     model: str | None = None
-    """Its name on the server."""
+    """Name of the model on the server."""
     concurrency: int | None = None
-    """None: 16. Prompts that the server is asked at the same time."""
+    """Number of prompts that the server is asked at the same time; None: 16."""
     max_output_len: int = 512
     temperature: float = 0.7
     seed: int = 0

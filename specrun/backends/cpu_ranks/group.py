@@ -31,19 +31,19 @@ _SILENCE = 5 * BEAT_SECONDS
 _MOST_STRANGERS = 256
 """Number of connections that have not said who they are. A rank says so at once."""
 _ENDED = "a rank has ended"
-"""Which one, nobody knows: where one ends, ``mpiexec`` ends the others."""
+"""Message that does not name the rank: once one ends, ``mpiexec`` ends the others."""
 _TO_END = 2.0
 """Seconds in which ``mpiexec`` ends the ranks and removes its files, also on other machines."""
 _LAUNCHERS_OWN = ("[mpiexec@", "[proxy:", "=", "This typically", "Please see")
-"""How lines begin that MPICH's launcher writes about itself."""
+"""Prefixes of lines that MPICH's launcher writes about itself."""
 _LAUNCHERS_CAUSE = re.compile(r"\[mpiexec@.*?\): (.*)")
-"""Such a line with a cause; the first is the deepest. It is all there is where what ssh wrote got lost in MPICH."""
+"""Pattern of a launcher's line with a cause; the first is the deepest. It is the only message if MPICH lost ssh's."""
 _CAUSES = ("Fatal Python error: ", "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: ")
-"""How lines begin that say why a rank has ended: its own, where a signal does not kill it at once, and MPICH's."""
+"""Prefixes of lines that say why a rank has ended: its own, where a signal does not kill it at once, and MPICH's."""
 _SENT = ("Killed", "Terminated", "Hangup", "Interrupt")
-"""How MPICH calls signals that somebody has sent. Before them a rank may have written why; after others it has not."""
+"""MPICH's names of signals that another process has sent. A rank may have written why before these, not others."""
 _SHARED_MEMORY, _SHARED_BYTES = "/dev/shm", 2 << 20
-"""Where MPICH has memory that ranks share, and what is enough for each of them: it takes 1.1 MB."""
+"""File system of MPICH's shared memory, and bytes that suffice for each rank: it takes 1.1 MB."""
 _HOW = "pip install mpi4py mpich"
 
 
@@ -60,14 +60,14 @@ class RankGroup:
         self._error: str | None = None
         self.links: list[Link] = []
         self.here = num_here(ranks, hosts)
-        """So many ranks, the first ones, are on this machine."""
+        """Number of ranks on this machine; these are the first ones."""
         self._processes: dict[int, int] = {}
-        """Of the ranks on this machine."""
+        """Process IDs of the ranks on this machine, by rank."""
         self._selector = selectors.DefaultSelector()
         command = [_mpiexec(), *_placed(hosts), "-n", str(ranks)]
         command += [sys.executable, "-P", "-X", "faulthandler", "-m", "specrun.backends.cpu_ranks.process"]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (It is open as long as they run.)
-        # Only this user may enter the folder, and nobody needs it once all ranks are connected.
+        # Only this user may enter the folder, and it is not needed once all ranks are connected.
         with tempfile.TemporaryDirectory(prefix="specrun-") as folder:
             try:
                 listener, address = listen(folder, hosts[0] if hosts else None)
@@ -140,7 +140,7 @@ class RankGroup:
         """Wait for the ranks' connections. All that come are heard side by side, so strangers hold nothing up."""
         until, found = time.monotonic() + _TO_START, dict[int, Link]()
         strangers: dict[Newcomer, float] = {}
-        """Until when each may say the token."""
+        """Deadline for each to send the token, by ``time.monotonic``."""
         listener.setblocking(False)
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)

@@ -11,12 +11,12 @@ from typing import Any
 ADDRESS = "SPECRUN_RANKS_ADDRESS"
 """The environment variable that tells a rank where the decoding process listens: a path, or a machine and a port."""
 TOKEN = "SPECRUN_RANKS_TOKEN"
-"""The environment variable with a random text that ranks begin with, so that nobody else is taken for one."""
+"""The environment variable with a random text that ranks begin with, so that no other process is taken for one."""
 BEAT_SECONDS = 1.0
 """A rank that computes says so at this pace."""
 _SIZES = struct.Struct("!II")
 _FIRST_BYTES = 1 << 12
-"""The most bytes of a message of somebody who has not said the token yet."""
+"""The most bytes of a message on a connection that has not sent the token yet."""
 _SILENCE_MS = 10_000
 """Milliseconds after which a connection is closed whose other machine confirms nothing."""
 
@@ -31,7 +31,7 @@ class Link:
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
 
     def send(self, message: dict[str, Any], data: bytes = b"") -> None:
-        """Raises OSError where nobody is there any more."""
+        """Raises OSError where the connection is closed."""
         text = json.dumps(message).encode()
         self.socket.sendall(_SIZES.pack(len(text), len(data)) + text + data)
 
@@ -57,7 +57,7 @@ class Link:
 
 
 class Newcomer:
-    """A connection of somebody who has yet to say the token: a rank, or a stranger. Nobody waits for it."""
+    """A connection that has not sent the token yet: a rank, or a stranger. No code waits for it."""
 
     def __init__(self, own: socket.socket) -> None:
         own.setblocking(False)

@@ -25,10 +25,10 @@ from specrun.errors import BackendError
 from specrun.kv_cache.host import HostKVCache
 
 ROW_OPERATIONS = {"clear", "clear_states", "swap", "save", "load", "save_state", "load_state"}
-"""Of ``HostKVCache``: what a rank on another machine is told to do to a row."""
+"""Methods of ``HostKVCache`` that a rank on another machine is told to call for a row."""
 
 _MPI_MEMORY = "/dev/shm/mpich_shm_"
-"""How the names begin of what MPICH's ranks on one machine share."""
+"""Prefix of the names of memory that MPICH's ranks on one machine share."""
 
 
 class Rank:
@@ -200,7 +200,7 @@ def _require_same(ranks: int, config: EngineConfig, message: dict[str, Any]) -> 
 
 
 def _unlink_mpi_memory() -> None:
-    """Remove the names of MPICH's shared memory, which all ranks have mapped: nobody does where a rank is killed.
+    """Remove the names of MPICH's shared memory, which all ranks have mapped: MPICH does not where a rank is killed.
 
     What stays there fills /dev/shm, and then ranks end with a bus error.
     """

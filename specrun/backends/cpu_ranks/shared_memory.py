@@ -15,7 +15,7 @@ class Place(NamedTuple):
     """Where another process finds the memory."""
 
     descriptor: int
-    """Of the process that made it."""
+    """File descriptor of the memory in the process that made it."""
     nbytes: int
 
 
@@ -24,7 +24,7 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self.new: list[Place] = []
-        """Memory that nobody was told of yet, in the order in which it was made."""
+        """Memory not announced yet, in the order in which it was made."""
         self._owned: list[int] = []
 
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

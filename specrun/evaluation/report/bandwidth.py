@@ -40,7 +40,7 @@ class Share:
     weight_bytes: int
     """Bytes of weights that a pass reads."""
     milliseconds: float
-    """Of a pass."""
+    """Milliseconds of one pass."""
     copy: float
     """Bytes a second that a copy reads and writes."""
 

@@ -13,7 +13,7 @@ from specrun.config import AUTO, DraftKind
 from specrun.errors import RequestError
 
 DRAFT_KINDS = get_args(DraftKind)
-"""What drafts without a model."""
+"""Kinds of drafters without a model."""
 
 
 @dataclass(frozen=True)
@@ -81,5 +81,5 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def draft_lens_up_to(most: int) -> list[int | str]:
-    """What is tried where nobody says: ``auto`` first, then powers of two."""
+    """Default candidates: ``auto`` first, then powers of two."""
     return [AUTO, *powers_of_two(most)]

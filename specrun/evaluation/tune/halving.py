@@ -19,7 +19,7 @@ class Trial(Generic[C, M]):
 
     candidate: C
     round: int
-    """From 0."""
+    """Round number, from 0."""
     measured: M
 
 

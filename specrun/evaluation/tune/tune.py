@@ -29,7 +29,7 @@ class TuneSettings:
     draft_lens: Sequence[int | str] = ()
     batch_sizes: Sequence[int] = ()
     qformats: Sequence[str] = ("auto",)
-    """Forms of a checkpoint's weights."""
+    """Formats of a checkpoint's weights."""
     threads: Sequence[int] = ()
     time_limit: float = 600.0
     """Seconds of measuring; engines are built before."""
@@ -45,7 +45,7 @@ class Tuned:
     speeds: list[float]
     """Tokens a second of each, as ``Speeds`` has them."""
     candidates: int
-    """How many there were."""
+    """Number of candidates."""
     time_was_over: bool
 
     @property

@@ -73,7 +73,7 @@ class DeviceParallelDrafter(DeviceHeadDrafter):
 
     @override
     def _draft(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None = None) -> None:
-        """What is fed behind the last committed token is of no account."""
+        """What is fed after the last committed token is ignored."""
         from_anchor, vocab = self._graph.sample_from_anchor, self.runner.vocab
         offset = -self._first_step_len(draft_len) if self._graph.caches else -1
         query_len = draft_len - from_anchor - offset

@@ -40,7 +40,7 @@ SAMPLING = np.dtype(
     ],
     align=True,
 )
-"""How a row chooses its tokens."""
+"""Sampling options of a row."""
 
 PROGRESS = np.dtype(
     [
@@ -48,7 +48,7 @@ PROGRESS = np.dtype(
         ("remaining", "<i4"),  # Tokens that may still be committed; 0: the row has ended.
     ]
 )
-"""How far a row is."""
+"""Progress of a row: its length, and its tokens that remain."""
 
 TOKEN_VALUE = np.dtype([("id", "<i4"), ("value", "<f4")])
 """A token id and what belongs to it: its bias, its log-probability."""
@@ -91,7 +91,7 @@ STRUCTS = {
     "CacheTensor": CACHE_TENSOR,
     "Barrier": BARRIER,
 }
-"""What each struct is called in the kernels."""
+"""Structs by their names in the kernels."""
 
 
 class Record(enum.IntEnum):
@@ -124,7 +124,7 @@ _TYPES = {
     "i64": "long long",
 }
 C_TYPES = {"<i4": "int", "<u4": "u32", "<i8": "i64", "<u8": "u64", "<f4": "float", "<f8": "double"}
-"""What the kernels call numpy's types."""
+"""Names of numpy's types in the kernels."""
 
 
 def header() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.scheduler.draft_length import DraftLength
-from specrun.scheduler.kept_plans import KeptPlans
+from specrun.scheduler.plan_cache import PlanCache
 from specrun.scheduler.round_times import ExpectedTimes
 from tests.helpers.row import Row
 
@@ -26,16 +26,16 @@ class Learner(DraftLength):
         self.learnt += 1
 
 
-def opened(cost: float, rounds: int = LATER) -> tuple[Learner, KeptPlans, Row]:
+def opened(cost: float, rounds: int = LATER) -> tuple[Learner, PlanCache, Row]:
     """Behind so many rounds of one text, of drafts that end. cost: of a draft token, in steps of the target."""
     lengths = Learner(MOST, None, lambda _: ExpectedTimes([STEP * (1 + cost * g) for g in range(MOST + 1)]))
-    kept, text = KeptPlans(lengths), Row()
+    kept, text = PlanCache(lengths), Row()
     for _ in range(rounds):
         run(kept, text, cost)
     return lengths, kept, text
 
 
-def run(kept: KeptPlans, text: Row, cost: float = 0.1) -> DraftPlan:
+def run(kept: PlanCache, text: Row, cost: float = 0.1) -> DraftPlan:
     """A round whose draft is right where it costs little. Returns its plan."""
     plan = kept.choose([text], [MOST], 0, True)
     evaluated = (plan.draft_len, plan.draft_len) if cost < 1 else (0, min(1, plan.draft_len))
@@ -43,7 +43,7 @@ def run(kept: KeptPlans, text: Row, cost: float = 0.1) -> DraftPlan:
     return plan
 
 
-def end_of_a_plan(lengths: Learner, kept: KeptPlans, text: Row) -> int:
+def end_of_a_plan(lengths: Learner, kept: PlanCache, text: Row) -> int:
     """Run until all rounds so far were learnt from. Returns how many."""
     before = lengths.learnt
     while lengths.learnt == before:

@@ -1,4 +1,4 @@
-"""Draft lengths that are chosen every few rounds.
+"""Plans that are kept for a few rounds.
 
 Between two rounds the engines push everything else out of the processor's caches. So what chooses a plan and learns
 from a round takes several times as long there as where it has just run. A plan that may stand for some rounds is kept
@@ -16,7 +16,7 @@ from specrun.drafters.draft_plan import DraftPlan
 from specrun.speculative.round import DraftLengths
 
 
-class KeptPlans(DraftLengths):
+class PlanCache(DraftLengths):
     """Has the plans of ``lengths``, and tells them what was seen."""
 
     def __init__(self, lengths: DraftLengths) -> None:
@@ -25,9 +25,9 @@ class KeptPlans(DraftLengths):
         self._left = 0
         """Rounds for which the plan still stands."""
         self._texts: tuple[Sequence[object], Sequence[int], bool] = [], [], False
-        """What is decoded, as ``choose`` was told."""
+        """Arguments of ``choose`` that name what is decoded."""
         self._seen: list[tuple[Any, ...]] = []
-        """What ``observe`` was told in the plan's rounds."""
+        """Arguments of the calls of ``observe`` in the plan's rounds."""
 
     @property
     @override
@@ -36,11 +36,15 @@ class KeptPlans(DraftLengths):
 
     @override
     def choose(
-        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+        self,
+        requests: Sequence[object],
+        row_limits: Sequence[int],
+        num_uncached_draft: int = 0,
+        drafts_end: bool = False,
     ) -> DraftPlan:
         if not self._left or (requests, row_limits, drafts_end) != self._texts:
             self._learn()
-            self._plan = self.lengths.choose(requests, row_limits, draft_lag, drafts_end)
+            self._plan = self.lengths.choose(requests, row_limits, num_uncached_draft, drafts_end)
             self._left, self._texts = self._plan.rounds, ([*requests], [*row_limits], drafts_end)
         return self._plan
 
@@ -51,10 +55,10 @@ class KeptPlans(DraftLengths):
         seconds: float | None,
         requests: Sequence[object],
         rows: Sequence[tuple[int, int]],
-        draft_lag: int = 0,
+        num_uncached_draft: int = 0,
         all_dropped: bool = False,
     ) -> None:
-        self._seen.append((draft_len, seconds, [*requests], rows, draft_lag, all_dropped))
+        self._seen.append((draft_len, seconds, [*requests], rows, num_uncached_draft, all_dropped))
         self._left -= 1
         if self._left <= 0:
             self._learn()
