@@ -1,4 +1,4 @@
-"""``specrun cache``: the engines that were built of checkpoints and are kept."""
+"""``specrun cache``: the engines and GGUF files' checkpoints that are kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 
 from specrun.command_line import human_bytes
 from specrun.commands.options import Parsed
-from specrun.engine_dir.user_cache import Entry, cached_engines, entries, remove, to_prune
+from specrun.engine_dir.user_cache import Entry, entries, remove, to_prune, user_cache
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _DAY = 86400
@@ -28,13 +28,13 @@ def _read_size(text: str) -> int:
 
 @click.group()
 def cache() -> None:
-    """List and remove the engines that were built of checkpoints."""
+    """List and remove the engines of checkpoints, and the checkpoints of GGUF files."""
 
 
 @cache.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 def list_engines(as_json: bool) -> None:
-    """List the engines with their sizes; what was used last comes first."""
+    """List them with their sizes; what was used last comes first."""
     found = entries()
     if as_json:
         click.echo(json.dumps([{**asdict(entry), "path": str(entry.path)} for entry in found]))
@@ -43,22 +43,22 @@ def list_engines(as_json: bool) -> None:
     from rich.table import Table
 
     if found:
-        table = Table("engine", "size", "last used", box=None, pad_edge=False)
+        table = Table("name", "size", "last used", box=None, pad_edge=False)
         for entry in found:
             table.add_row(entry.name, human_bytes(entry.bytes), _ago(entry))
         Console().print(table, soft_wrap=True)
-    click.echo(f"{cached_engines()}: {_sum(found)}", err=True)
+    click.echo(f"{user_cache()}: {_sum(found)}", err=True)
 
 
 @cache.command("remove")
 @click.argument("names", metavar="NAME..", nargs=-1, required=True)
 def remove_engines(names: tuple[str, ...]) -> None:
-    """Remove engines by the names that 'specrun cache list' shows, or by the beginning of one."""
+    """Remove by the names that 'specrun cache list' shows, or by the beginning of one."""
     found, chosen = entries(), dict[str, Entry]()
     for name in names:
         matches = [entry for entry in found if entry.name == name] or [e for e in found if e.name.startswith(name)]
         if not matches:
-            raise click.UsageError(f"{name}: no such engine in the cache; 'specrun cache list' shows them")
+            raise click.UsageError(f"{name}: not in the cache; 'specrun cache list' shows them")
         chosen.update({entry.name: entry for entry in matches})
     _remove([*chosen.values()])
 
@@ -72,7 +72,7 @@ def remove_engines(names: tuple[str, ...]) -> None:
 )
 @click.option("--older_than", type=click.FloatRange(0), metavar="DAYS", help="Remove what was not used for so long.")
 def prune(max_size: Any, older_than: float | None) -> None:
-    """Remove engines that were not used for long."""
+    """Remove what was not used for long."""
     if max_size is None and older_than is None:
         raise click.UsageError("give --max_size or --older_than")
     _remove(to_prune(entries(), max_size, None if older_than is None else older_than * _DAY))
@@ -86,7 +86,7 @@ def _remove(chosen: list[Entry]) -> None:
 
 
 def _sum(chosen: list[Entry]) -> str:
-    return f"{len(chosen)} engines, {human_bytes(sum(entry.bytes for entry in chosen))}"
+    return f"{len(chosen)} directories, {human_bytes(sum(entry.bytes for entry in chosen))}"
 
 
 def _ago(entry: Entry) -> str:

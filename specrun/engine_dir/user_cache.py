@@ -1,4 +1,4 @@
-"""The user's cache, and the engines in it that were built of checkpoints: which there are, and how they go again."""
+"""The user's cache: engines that were built of checkpoints, and checkpoints that were made of GGUF files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from specrun.errors import EngineDirError, OutputExistsError
 
 @dataclass(frozen=True)
 class Entry:
-    """An engine in the cache."""
+    """An engine, or a checkpoint of a GGUF file, in the cache."""
 
     name: str
     """The checkpoint's name and a key of 16 hexadecimal digits."""
     path: Path
     bytes: int
-    """Size of the engine on the disk in bytes."""
+    """Size on the disk in bytes."""
     used: float
     """Time of the last use, in seconds since 1970."""
 
@@ -60,8 +60,8 @@ def note_use(place: Path) -> None:
 
 def entries() -> list[Entry]:
     """What is in the cache; what was used last comes first."""
-    folder = cached_engines()
-    places = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    folders = [folder for folder in (cached_engines(), gguf_checkpoints()) if folder.is_dir()]
+    places = [path for folder in folders for path in folder.iterdir() if path.is_dir()]
     found = [
         Entry(path.name, path, _bytes_of(path), path.stat().st_mtime)
         for path in places

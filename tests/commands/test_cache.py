@@ -20,10 +20,10 @@ DAY = 86400
 
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with engines of 1, 2 and 4 MB, used today, 3 and 30 days ago."""
+    """A cache with engines of 1 and 2 MB, used today and 3 days ago, and a GGUF file's checkpoint of 4 MB."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     root = tmp_path / "specrun"
-    for place, size, days in (("engines/one-01", 1, 0), ("engines/two-02", 2, 3), ("engines/old-03", 4, 30)):
+    for place, size, days in (("engines/one-01", 1, 0), ("engines/two-02", 2, 3), ("gguf/old-03", 4, 30)):
         (root / place / "engine").mkdir(parents=True)
         (root / place / "engine" / "model.onnx").write_bytes(bytes(size * 10**6))
         used = time.time() - days * DAY
@@ -44,12 +44,12 @@ def names() -> list[str]:
 def test_the_list_begins_with_what_was_used_last(engines: Path) -> None:
     said = run("list")
     assert [line.split() for line in said.stdout.splitlines()] == [
-        ["engine", "size", "last", "used"],
+        ["name", "size", "last", "used"],
         ["one-01", "1.0", "MB", "today"],
         ["two-02", "2.0", "MB", "3", "days", "ago"],
         ["old-03", "4.0", "MB", "30", "days", "ago"],
     ]
-    assert said.stderr == f"{engines}: 3 engines, 7.0 MB\n"
+    assert said.stderr == f"{engines.parent}: 3 directories, 7.0 MB\n"
     found = json.loads(run("list", "--json").stdout)
     assert [(one["name"], one["bytes"]) for one in found] == [("one-01", 10**6), ("two-02", 2 * 10**6), ("old-03", 4e6)]
 
@@ -57,17 +57,17 @@ def test_the_list_begins_with_what_was_used_last(engines: Path) -> None:
 def test_an_empty_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     said = run("list")
-    assert (said.exit_code, said.stdout, "0 engines, 0 B" in said.stderr) == (0, "", True)
+    assert (said.exit_code, said.stdout, "0 directories, 0 B" in said.stderr) == (0, "", True)
     assert run("list", "--json").stdout == "[]\n"
 
 
 def test_engines_are_removed_by_name_or_its_beginning(engines: Path) -> None:
     said = run("remove", "tw")
-    assert (said.exit_code, said.stderr) == (0, "removed two-02\nremoved 1 engines, 2.0 MB\n")
+    assert (said.exit_code, said.stderr) == (0, "removed two-02\nremoved 1 directories, 2.0 MB\n")
     assert names() == ["one-01", "old-03"]
     assert not list(engines.glob("*removed*"))
     said = run("remove", "one-01", "none")
-    assert (said.exit_code, "none: no such engine in the cache" in said.stderr) == (2, True)
+    assert (said.exit_code, "none: not in the cache" in said.stderr) == (2, True)
     assert names() == ["one-01", "old-03"], "nothing is removed where one name is wrong"
 
 

@@ -9,7 +9,7 @@ from specbuild import __version__
 from specbuild.weights.gguf_file import read_gguf
 from specbuild.weights.safetensors_files import GGUF_NAME
 from specrun.engine_dir.directories import locked, new_directory
-from specrun.engine_dir.user_cache import gguf_checkpoints, require_own
+from specrun.engine_dir.user_cache import gguf_checkpoints, note_use, require_own
 from specrun.errors import UnsupportedModelError
 
 
@@ -24,6 +24,7 @@ def gguf_directory(path: Path) -> Path:
     made = gguf_checkpoints() / f"{path.stem}-{key[:16]}"
     require_own(made)
     if made.is_dir():
+        note_use(made)
         return made
     from specbuild.hf.gguf.write import write_checkpoint
 
