@@ -123,7 +123,7 @@ PASSES: tuple[Callable[[Compilation], None], ...] = (
     leave_out_unused_tokens,
     pad_queries,
 )
-"""In this order."""
+"""The passes in the order in which they run."""
 
 
 def compile_graph(
