@@ -100,10 +100,13 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
         )
     if options.tp_size > 1:
         _check_ranks(options, checkpoint, device)
+    versions = {backend: import_package(backend).__version__, **releases(*_MAKERS)}
+    if device == "cpu":
+        versions["cpu_operators"] = str(cpu_operators.VERSION)
     made = provenance(
         "specbuild engine",
         str(options.checkpoint_dir),
-        {backend: import_package(backend).__version__, **releases(*_MAKERS), **_own_operators(device)},
+        versions,
         machine=_machine(backend, device, options.device),
         options={
             "backend": backend,
@@ -152,11 +155,6 @@ def _inputs(checkpoint: CheckpointConfig) -> dict[str, str]:
     described = checkpoint.model_dump_json(exclude=_NOT_OF_THE_CONTENT)
     files = {name: info.sha256 for name, info in sorted(checkpoint.files.items())}
     return {**files, "config.json": hashlib.sha256(described.encode()).hexdigest()}
-
-
-def _own_operators(device: str) -> dict[str, str]:
-    """The version of specrun's own operators, which engines for the CPU have."""
-    return {"cpu_operators": str(cpu_operators.VERSION)} if device == "cpu" else {}
 
 
 def _machine(backend: str, device: str, given: str | None) -> str:

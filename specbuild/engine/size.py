@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from specbuild.engine.plan import EnginePlan
 from specbuild.graph import ops as graphs
-from specrun.engine_dir.config import GRAPH_NAME, VALUE_BITS, WEIGHTS_NAME, GraphInfo
+from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, GraphInfo
 
 _OF_A_GRAPH = 300_000_000
 """Bytes that ONNX Runtime and probing take beside weights."""
@@ -62,8 +62,8 @@ def _cache_bytes(plan: EnginePlan, graph: GraphInfo) -> int:
     graph = graph.with_replays(plan.build.max_draft_len)
     if plan.device == "cpu":
         graph = graph.model_copy(update={"dtype": "float32"})
-    if bits := VALUE_BITS[plan.build.kv_cache_dtype]:
-        graph = graph.with_packed_cache(bits)
+        if bits := plan.build.value_bits(graph):
+            graph = graph.with_packed_cache(bits)
     rows = plan.build.max_batch_size
     return graph.cache_bytes(rows, plan.build.cache_length) + graph.state_bytes(rows, on_gpu=plan.device != "cpu")
 

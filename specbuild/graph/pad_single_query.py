@@ -14,21 +14,17 @@ import numpy as np
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
+from specbuild.graph.attention_layers import attention_layers
 from specrun.engine_dir.contract import INPUT_IDS
 
 _PREFIX = "single_query"
-_QUERY, _MASK = 0, 3
-"""Inputs of Attention: queries [B, H, S, D], and which keys they see, bool [B, 1, S, S_max]."""
 
 
 def pad_single_queries(model: ir.Model) -> int:
-    """Let every Attention of ``model`` have two queries where there is one. Returns how many were changed.
-
-    Attention that counts positions by itself (``is_causal``) or has outputs beside its own stays as it is.
-    """
+    """Let every Attention under a mask have two queries where there is one, in place. Returns how many were changed."""
     graph = model.graph
-    nodes = [node for node in graph if node.op_type == "Attention" and _is_plain(node)]
-    if not nodes:
+    layers = [layer for layer in attention_layers(model) if layer.node.op_type == "Attention"]
+    if not layers:
         return 0
     constants = {"one": [1], "zero": [0], "axis": [2], "seen": True}
     one, zero, axis, seen = (
@@ -42,31 +38,21 @@ def pad_single_queries(model: ir.Model) -> int:
     pads = _node("Concat", [zero, lacking.outputs[0]], "pads", {"axis": 0})
     graph.insert_before(next(iter(graph)), [length, is_single, lacking, pads])
     padded: dict[ir.Value, ir.Value] = {}
-    for number, node in enumerate(nodes):
-        for place in (_QUERY, _MASK):
-            value = node.inputs[place] if place < len(node.inputs) else None
-            if value is None:
-                continue
+    for number, layer in enumerate(layers):
+        for value, filler in ((layer.query, None), (layer.mask, seen)):  # A query of zeros that sees every key.
+            place = layer.node.inputs.index(value)
             if value not in padded:
-                # A query of zeros that sees every key.
-                filler = seen if place == _MASK else None
                 pad = _node("Pad", [value, pads.outputs[0], filler, axis], f"pad.{number}.{place}")
-                graph.insert_before(node, pad)
+                graph.insert_before(layer.node, pad)
                 padded[value] = pad.outputs[0]
-            node.replace_input_with(place, padded[value])
-        output = node.outputs[0]
+            layer.node.replace_input_with(place, padded[value])
+        output = layer.node.outputs[0]
         readers = list(output.uses())
         own = _node("Slice", [output, zero, length.outputs[0], axis], f"own.{number}")
-        graph.insert_after(node, own)
+        graph.insert_after(layer.node, own)
         for use in readers:
             use.node.replace_input_with(use.idx, own.outputs[0])
-    return len(nodes)
-
-
-def _is_plain(node: ir.Node) -> bool:
-    causal = node.attributes.get("is_causal")
-    others = [output for output in node.outputs[1:] if output.uses() or output.is_graph_output()]
-    return not others and not (causal is not None and causal.as_int())
+    return len(layers)
 
 
 def _node(

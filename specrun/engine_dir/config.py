@@ -289,6 +289,10 @@ class BuildConfig(Strict):
     cache_length: Size
     profiles: list[Profile]
 
+    def value_bits(self, graph: GraphInfo) -> ValueBits | None:
+        """Bits of packed values in an engine of ``graph`` for a CPU; keys have 8. None: both are float32."""
+        return VALUE_BITS[self.kv_cache_dtype] or (8 if graph.kv_cache_dtype else None)
+
 
 class BackendInfo(Strict):
     """The compiler, and the hardware its output runs on."""

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from specbuild.compilers.tensorrt.forms import set_apart_names
+from specbuild.compilers.tensorrt.formats import set_apart_names
 from specbuild.quantization.calibration_data import TextOptions
 from specrun.engine_dir.config import EngineConfig, open_engine
 from tests.helpers.engines import make_engine, make_onnx

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 
-from specbuild.compilers.cpu.forms import prepare
+from specbuild.compilers.cpu.formats import prepare
 from specbuild.graph import ops as graphs
 from tests.helpers.own_products import choose_instruction_set, session
 

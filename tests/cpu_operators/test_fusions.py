@@ -9,7 +9,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 
-from specbuild.compilers.cpu.forms import prepare
+from specbuild.compilers.cpu.formats import prepare
 from specbuild.quantization.insert_qdq import quantize_matmul, weighted_matmuls
 from tests.helpers.own_products import (
     Form,

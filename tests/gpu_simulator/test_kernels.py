@@ -12,11 +12,8 @@ from specrun.devices.cuda import CudaDevice
 from specrun.gpu import kernels
 from specrun.gpu.kernels.layout import BARRIER
 from specrun.sampling.sampler import SamplingParams
-from tests.gpu_simulator import gpus
-from tests.helpers import host_device
-from tests.helpers.host_device import HostDevice
-from tests.kernels import test_kernels
-from tests.kernels.test_kernels import (
+from tests.gpu.kernels import test_kernels
+from tests.gpu.kernels.test_kernels import (
     test_a_row_that_has_ended_stays_as_it_is,
     test_adjusted_logits_are_numpys,
     test_commit_ends_where_the_text_ends,
@@ -25,16 +22,19 @@ from tests.kernels.test_kernels import (
     test_rounds_of_mixed_rows_are_numpys,
     test_two_arrays_change_places,
 )
-from tests.kv_cache.test_device_kv_cache import (
+from tests.gpu.test_cache import (
     test_blocks_beyond_the_end_of_a_row,
     test_new_positions_are_written_where_they_belong,
     test_rows_and_blocks_are_numpys,
 )
-from tests.kv_cache.test_device_states import (
+from tests.gpu.test_states import (
     test_a_pass_leaves_its_states_to_the_rows_that_advance,
     test_rows_are_cleared_moved_and_kept,
     test_what_a_round_reads_and_keeps,
 )
+from tests.gpu_simulator import gpus
+from tests.helpers import host_device
+from tests.helpers.host_device import HostDevice
 
 __all__ = [
     "test_a_pass_leaves_its_states_to_the_rows_that_advance",

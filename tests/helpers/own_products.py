@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specbuild.compilers.cpu.forms import prepare
+from specbuild.compilers.cpu.formats import prepare
 from specbuild.graph import ops as graphs
 from specbuild.quantization.insert_qdq import quantize_matmul, weighted_matmuls
 from specbuild.weights.packed import Floats, Packed

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from specbuild.compilers.tensorrt.forms import move_zero_points, turn_negative_scales
+from specbuild.compilers.tensorrt.formats import move_zero_points, turn_negative_scales
 from specbuild.hf.gguf.checkpoint import gguf_directory, origin_of
 from specbuild.hf.local import hub_file, local_directory
 from specbuild.quantized_formats.config.schemes import read_scheme

@@ -13,8 +13,8 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from specbuild.compilers.cpu import forms as cpu_forms
-from specbuild.compilers.tensorrt.forms import move_zero_points, round_token_inputs
+from specbuild.compilers.cpu import formats as cpu_formats
+from specbuild.compilers.tensorrt.formats import move_zero_points, round_token_inputs
 from specbuild.graph import ops as graphs
 from specbuild.quantization.insert_qdq import quantize_embedding, quantize_matmul, weighted_matmuls
 from specbuild.quantization.recipe import QFormat, Recipe, Storage
@@ -207,7 +207,7 @@ def run(model: ir.Model, x: npt.NDArray[Any], optimized: bool = False) -> tuple[
     ort, options = session_options()
     levels = ort.GraphOptimizationLevel
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_forms.ACCURACY_LEVEL)
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_formats.ACCURACY_LEVEL)
     session = ort.InferenceSession(graphs.to_bytes(model), options, providers=["CPUExecutionProvider"])
     return session.run(None, {"x": x})[0], Counter(node.op_type for node in model.graph)
 
@@ -295,7 +295,7 @@ def test_processors_look_an_embeddings_codes_up(block: int | None) -> None:
     ids = np.array([[0, 3, 23], [4, 4, 1]])
     found, _ = run(model, ids)
     np.testing.assert_array_equal(found, stored.dequantize()[ids])
-    cpu_forms.prepare(model)
+    cpu_formats.prepare(model)
     looked_up, _ = run(model, ids)
     np.testing.assert_array_equal(looked_up, found)
     (dequantize,) = [node for node in model.graph if node.op_type == "DequantizeLinear"]
@@ -324,14 +324,14 @@ def test_processors_get_a_fast_product_for_every_form(
     model = graph_of(weight.numpy(), gemm=False)
     (product,) = weighted_matmuls(model)
     quantize_matmul(model, product, stored)
-    assert bool(cpu_forms.prepare(model)) is (form in ("float8", "float4"))
+    assert bool(cpu_formats.prepare(model)) is (form in ("float8", "float4"))
     path = tmp_path / "optimized.onnx"
     ort, options = session_options()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_forms.ACCURACY_LEVEL)
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_formats.ACCURACY_LEVEL)
     options.optimized_model_filepath = str(path)
     session = ort.InferenceSession(
-        graphs.to_bytes(model), options, providers=["CPUExecutionProvider"], disabled_optimizers=cpu_forms.HARMFUL
+        graphs.to_bytes(model), options, providers=["CPUExecutionProvider"], disabled_optimizers=cpu_formats.HARMFUL
     )
     operators = Counter(node.op_type for node in ir.load(path).graph)
     assert operators["MatMulNBits"] == 1, operators
@@ -348,7 +348,7 @@ def test_float4_is_exact_in_8_bits() -> None:
     model = graph_of(weight.numpy(), gemm=False)
     (product,) = weighted_matmuls(model)
     quantize_matmul(model, product, stored)
-    cpu_forms.prepare(model)
+    cpu_formats.prepare(model)
     (node,) = [node for node in model.graph if node.op_type == "DequantizeLinear"]
     codes, scales = (value.const_value.numpy() for value in node.inputs[:2] if value and value.const_value)
     np.testing.assert_array_equal(codes * np.repeat(scales, 16, axis=0), stored.dequantize())

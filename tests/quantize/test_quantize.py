@@ -23,7 +23,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
-from specbuild.compilers.tensorrt.forms import round_float4_inputs
+from specbuild.compilers.tensorrt.formats import round_float4_inputs
 from specbuild.graph.ops import FLOAT4_INPUT
 from specbuild.quantization.activation_ranges import calibrate, rounded
 from specbuild.quantization.calibration_data import TextOptions, read_texts

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow(".ci/run builds the site; links: test_docs.py")
+pytestmark = pytest.mark.slow("links: test_docs.py")
 
 ROOT = Path(__file__).parents[2]
 

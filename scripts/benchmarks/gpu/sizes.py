@@ -31,10 +31,10 @@ class Size:
     calls: int = 50
     """Of a kernel, in the graph that is timed."""
     empty_nodes: int = 1000
-    tests: tuple[str, ...] = ("tests/kernels/test_kernels.py", "tests/test_gpu.py", "tests/test_gpu_families.py")
+    tests: tuple[str, ...] = ("tests/gpu/kernels/test_kernels.py", "tests/test_gpu.py", "tests/test_gpu_families.py")
     sanitized: tuple[tuple[str, ...], ...] = (
         ("tests/test_gpu.py", "-k", "tables"),
-        ("tests/kernels/test_kernels.py", "-k", "mixed_rows or adjusted or commit or change_places"),
+        ("tests/gpu/kernels/test_kernels.py", "-k", "mixed_rows or adjusted or commit or change_places"),
     )
     """pytest's arguments, for the runs under compute-sanitizer."""
 

@@ -1,7 +1,7 @@
 """Takes the checkpoint's own graph for ONNX Runtime on CUDA, which optimizes it on the GPU when it loads it.
 
 Only masks that would keep ONNX Runtime from Flash attention are left out, and what its kernels do not take is written
-in forms that they take and that can be captured.
+in formats that they take and that can be captured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from specbuild.compilers import Compiled, machine
-from specbuild.compilers.cuda import forms
+from specbuild.compilers.cuda import formats
 from specbuild.compilers.graph_io import describe_io
 from specbuild.graph import ops as graphs
 from specbuild.graph.causal_mask import drop_causal_masks
@@ -26,7 +26,7 @@ from specrun.errors import BuildError
 def copy_graph(
     checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
 ) -> Compiled:
-    """Take the graph for CUDA, in the forms that its kernels take; needs no GPU. See ``Compiler``."""
+    """Take the graph for CUDA, in the formats that its kernels take; needs no GPU. See ``Compiler``."""
     ort, _ = session_options()
     if graph.states:
         raise BuildError(
@@ -39,7 +39,7 @@ def copy_graph(
             "caches here; convert without --kv_cache_dtype, or build with --backend tensorrt"
         )
     model = ir.load(checkpoint / GRAPH_NAME)
-    if forms.has_float4(model):
+    if formats.has_float4(model):
         raise BuildError(
             f"{checkpoint}: ONNX Runtime has no float4 weights on CUDA; build with --backend tensorrt or tensorrt_rtx"
         )
@@ -48,13 +48,13 @@ def copy_graph(
         shutil.copyfile(checkpoint / WEIGHTS_NAME, output / WEIGHTS_NAME)
     advance(1.0)
     notes = ["optimized on the GPU when it is loaded"]
-    forms.split_block_scales(model)
+    formats.split_block_scales(model)
     if graph.dtype != "float32":  # Flash attention has no float32.
         dropped, total = drop_causal_masks(model, build.cache_length)
         if total:
             others = "; the others need a mask" if dropped < total else ""
             notes.append(f"Flash attention is possible in {dropped} of {total} attention layers{others}")
-    capturable = forms.can_be_captured(model)
+    capturable = formats.can_be_captured(model)
     io = describe_io(model)
     if untied:
         graphs.save(model, output / GRAPH_NAME)

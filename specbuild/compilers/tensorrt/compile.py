@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import onnx_ir as ir
 
 from specbuild.compilers import Compiled, machine
-from specbuild.compilers.tensorrt.forms import (
+from specbuild.compilers.tensorrt.formats import (
     move_zero_points,
     narrow_float4_scales,
     round_float4_inputs,

@@ -1,4 +1,4 @@
-"""Graphs in the forms that TensorRT takes: mostly quantized linear layers.
+"""Graphs in the formats that TensorRT takes: mostly quantized linear layers.
 
 Its scales are positive: where one is negative, codes are turned around. Its weights have no zero points:
 ``x @ ((q - z) * s)`` is ``x @ ((q - m) * s) + sums(x) @ ((m - z) * s)``, where m is the middle of the codes and sums

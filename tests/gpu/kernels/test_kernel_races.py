@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow("kernels compute what numpy does: kernels/test_kernels.py")
+pytestmark = pytest.mark.slow("kernels compute what numpy does: gpu/kernels/test_kernels.py")
 
 
 def test_threads_of_a_block_do_not_race(tmp_path: Path) -> None:

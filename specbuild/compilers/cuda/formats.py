@@ -1,4 +1,4 @@
-"""What ONNX Runtime's kernels on CUDA need of a graph: forms that they take, and operators that can be captured."""
+"""What ONNX Runtime's kernels on CUDA need of a graph: formats that they take, and operators that can be captured."""
 
 from __future__ import annotations
 

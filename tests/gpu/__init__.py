@@ -1,0 +1,1 @@
+"""The path on GPUs, beside the host's."""
