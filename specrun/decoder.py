@@ -22,14 +22,13 @@ from specrun.request.factory import Prompt, RequestFactory, as_prompts
 from specrun.request.options import Keywords, RequestOptions, combine
 from specrun.request.request import Request, TokenOutput
 from specrun.sampling.sampler import SamplingParams
-from specrun.scheduler.draft_length import DraftLength
-from specrun.scheduler.plan_cache import PlanCache
-from specrun.scheduler.round_times import ExpectedTimes, expected_by_passes
 from specrun.scheduler.scheduler import Event, Scheduler
+from specrun.speculative.draft_length import DraftLength
 from specrun.speculative.exactness import Exactness
 from specrun.speculative.loader import Engine
 from specrun.speculative.pair_checks import check_draft_len, check_fit, check_head, describe_sizes, find_translator
-from specrun.speculative.round import AnyRound, DraftLengths
+from specrun.speculative.round import AnyRound
+from specrun.speculative.round_times import ExpectedTimes, expected_by_passes
 from specrun.text.retokenizer import Translator
 from specrun.text.token_bytes import TokenBytes
 from specrun.text.tokenizer import require_own_tokenizer
@@ -50,7 +49,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         rounds: AnyRound,
-        lengths: DraftLengths,
+        lengths: DraftLength,
         target: EngineConfig,
         max_batch_size: int,
         tokenizer_dir: Path | None = None,
@@ -120,14 +119,14 @@ class SpeculativeDecoder:
             draft_len,
             config.fixed_draft_len if draft_len else 0,
             _expected_times(rounds, config),
-            by_row=rounds.skips_unused_tokens,
+            rounds.skips_unused_tokens,
         )
         translator = draft.translator if draft else None
         sizes = describe_sizes(engine.config, draft.config) if draft else ""
         name = " and ".join(str(directory) for directory in (target_dir, draft_dir) if directory)
         return cls(
             rounds,
-            PlanCache(lengths),
+            lengths,
             engine.config,
             rows,
             tokenizer_dir,

@@ -42,9 +42,8 @@ class Backend(Protocol):
     cache_owner: Backend | None
     """The target of a head: it shares the target's features, and its cache has the target's rows and positions."""
 
-    @property
-    def cache(self) -> HostKVCache:
-        """Its rows."""
+    cache: HostKVCache
+    """Its rows."""
 
     def resize(self, rows: int, length: int, used: int) -> None:
         """Have a cache of ``rows`` rows of ``length`` positions, keeping what the first ``used`` rows hold."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from specrun import cpu_operators
 from specrun.backends import Backend
@@ -37,7 +38,7 @@ MAX_ROUND_LEN = 16
 """Tokens of a row in a round at most; longer inputs are prompts."""
 
 
-class OrtBackend:
+class OrtBackend(Backend):
     """See ``Backend``. Inputs, outputs and cache are bound by address, so nothing is copied."""
 
     def __init__(
@@ -61,13 +62,15 @@ class OrtBackend:
         self._passes: dict[tuple[int, ...], OrtPass] = {}
         self._logits = np.empty(0, np.float32)
 
+    @override
     def resize(self, rows: int, length: int, used: int) -> None:
         """The graph's S_max is free here, so the cache is as long as its rows need: attention costs less."""
         self._forget_rows()
         self.cache.resize(rows, length, used)
 
+    @override
     def bind(self, first: int, num_rows: int, query_len: int, num_logits: int) -> OrtPass:
-        """See ``Backend``. Passes share the memory of their logits."""
+        """Passes share the memory of their logits."""
         shared = self._shared_memory()
         key = (first, num_rows, query_len, num_logits, shared)
         if known := self._passes.get(key):
@@ -108,12 +111,12 @@ class OrtBackend:
         self._passes.clear()
         self._rows.clear()
 
+    @override
     def problem(self) -> str | None:
-        """See ``Backend``."""
         return None
 
+    @override
     def close(self) -> None:
-        """See ``Backend``."""
         self._forget_rows()
         self._session = None
         self._logits = np.empty(0, np.float32)

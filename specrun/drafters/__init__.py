@@ -75,15 +75,8 @@ class Drafter(BaseDrafter, ABC):
     """Proposes on the host."""
 
     @abstractmethod
-    def propose(
-        self,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        forced: Sequence[Sequence[int]],
-        plan: DraftPlan,
-    ) -> list[Proposal]:
-        """The proposal for the request in each row: at most ``counts[row]`` draft tokens with those that are forced.
+    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
+        """The proposal for the request in each row: at most ``plan.lens[row]`` draft tokens with those that are forced.
 
-        forced: the first draft tokens of each row, which its grammar has decided. plan: where drafts
-        end by themselves.
+        forced: the first draft tokens of each row, which its grammar has decided.
         """

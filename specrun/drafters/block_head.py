@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from specrun.drafters import Proposal
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.head import HeadDrafter
 from specrun.drafters.markov import Markov
 from specrun.errors import SpecError
@@ -67,7 +68,7 @@ class ParallelDrafter(HeadDrafter):
     def _logits(
         self,
         requests: Sequence[Request],
-        counts: Sequence[int],
+        plan: DraftPlan,
         forced: Sequence[Sequence[int]],
         proposals: Sequence[Proposal],
         growing: Sequence[int],
@@ -75,7 +76,7 @@ class ParallelDrafter(HeadDrafter):
     ) -> list[Floats]:
         """Drafted tokens change nothing of those behind them, but by ``Markov``."""
         if step == 0:
-            wanted = [max(1, count) for count in counts]
+            wanted = [max(1, count) for count in plan.lens]
             behind = [[0] * (count - self._graph.sample_from_anchor) for count in wanted]
             self._places = self.runner.forward([request.tokens for request in requests], wanted, behind)
         drafts = [proposal.tokens for proposal in proposals]

@@ -7,48 +7,30 @@ from typing import NamedTuple
 
 
 class DraftPlan(NamedTuple):
-    """How many tokens a round drafts."""
+    """How many tokens a round drafts, and where drafts end before that.
 
-    draft_len: int
-    """The most draft tokens of a row."""
-    min_expected_survivors: Sequence[float] = ()
-    """[draft_len] or empty: the number of rows that are expected to have all of their draft tokens accepted below which
-    the round drafts no more. Element i - 1 holds after the i-th draft token. Empty: drafts do not end."""
-    row_lens: Sequence[int] = ()
-    """[B] or none: the most draft tokens of each row, at most ``draft_len``."""
+    A draft token's survival is the probability that it is accepted with all draft tokens before it.
+    """
+
+    lens: Sequence[int]
+    """[B]: the most draft tokens of each row."""
     min_survival: Sequence[float] = ()
-    """[draft_len] or empty: the smallest probability of acceptance, with all before it, for which a draft token is
-    verified. Element i is for rows that have i draft tokens on average so far."""
-    tokens_per_second: float = 0.0
-    """Tokens a second of rounds, with ``min_survival``. A further draft step must be worth its time at this speed."""
-    draft_step: float = 0.0
-    """Expected seconds of a further draft step, with ``min_survival``. 0 if not known."""
-    rounds: int = 1
-    """Number of rounds of the same texts for which the plan may be used."""
+    """[max(lens)], or none: the smallest survival with which a row's 1st, 2nd, .. draft token is verified."""
+    min_step_gain: Sequence[float] = ()
+    """[max(lens)], or none: what rows must promise together for the 1st, 2nd, .. draft step: see ``step_pays``."""
 
-    def counts(self, limits: Sequence[int]) -> list[int]:
-        """The most draft tokens of each row. limits: what each can use."""
-        wanted = self.row_lens or [self.draft_len] * len(limits)
-        return [min(one, limit) for one, limit in zip(wanted, limits, strict=True)]
+    @property
+    def draft_len(self) -> int:
+        """The most draft tokens of a row."""
+        return max(self.lens, default=0)
 
-    def min_survival_at(self, drafted: float) -> float:
-        """``min_survival`` of another token where rows have ``drafted`` draft tokens on average."""
-        return self.min_survival[min(int(drafted), len(self.min_survival) - 1)]
+    def keeps(self, place: int, survival: float) -> bool:
+        """Whether a row's draft token is verified. place: 0 for its first one."""
+        return not self.min_survival or survival >= self.min_survival[place]
 
-    def num_worth(self, survival: Sequence[float], drafted: float) -> int:
-        """How many of a row's draft tokens are worth their verification; all of them without ``min_survival``.
-
-        survival: how likely each is accepted, with all before it. drafted: draft tokens of a row so far, on average.
-        """
-        least = self.min_survival_at(drafted) if self.min_survival else 0.0
-        return next((count for count, likely in enumerate(survival) if likely < least), len(survival))
-
-    def common_len(self, survivals: Sequence[Sequence[float]], batch: int) -> int:
-        """The longest draft for which the other rows of a ``batch`` should wait, by ``min_expected_survivors``.
-
-        survivals: as in ``num_worth``, of each row that has a draft.
-        """
-        for count, least in enumerate(self.min_expected_survivors if batch > 1 else (), 1):
-            if sum(survival[count - 1] for survival in survivals if len(survival) > count) < least:
-                return count
-        return self.draft_len
+    def step_pays(self, step: int, survivals: Sequence[float]) -> bool:
+        """Whether rows draft another token. step: 0 for their first. survivals: its, for each row that may have it."""
+        if not self.min_step_gain:
+            return True
+        least = self.min_survival[step] if self.min_survival else 0.0
+        return sum(max(0.0, survival - least) for survival in survivals) >= self.min_step_gain[step]

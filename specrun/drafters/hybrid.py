@@ -41,19 +41,13 @@ class HybridDrafter(Drafter):
         self._proposed_at = 0.0
 
     @override
-    def propose(
-        self,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        forced: Sequence[Sequence[int]],
-        plan: DraftPlan,
-    ) -> list[Proposal]:
-        found = self.suffix.find_all(requests, counts, forced, plan, self._is_better)
-        left = [0 if row in found else count for row, count in enumerate(counts)]
+    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
+        found = self.suffix.find_all(requests, plan, forced, self._is_better)
+        left = [0 if row in found else count for row, count in enumerate(plan.lens)]
         self._by_model = {request for request, count in zip(requests, left, strict=True) if count}
         if self._by_model:
             began = time.perf_counter()
-            proposals = self.model.propose(requests, left, forced, plan)
+            proposals = self.model.propose(requests, plan._replace(lens=left), forced)
             drawn = (len(proposal.tokens) - proposal.forced for proposal in proposals)
             drafted = max(1, *itertools.compress(drawn, left))
             self._step_seconds = _mean(self._step_seconds, (time.perf_counter() - began) / drafted)

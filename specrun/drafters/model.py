@@ -49,27 +49,20 @@ class ModelDrafter(Drafter):
         self._use_logits = use_logits
 
     @override
-    def propose(
-        self,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        forced: Sequence[Sequence[int]],
-        plan: DraftPlan,
-    ) -> list[Proposal]:
+    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
         """What follows a prompt, a rejection or full acceptance takes the same path."""
         proposals = self._proposals = list(map(Proposal.begin, forced))
         for row, request in enumerate(requests):
             self.runner.rows.rewind(row, len(self.texts.ids(request)) - 1)  # The last token's logits start the round.
-        self._early_stop.begin(plan if self._confidence is None else DraftPlan(plan.draft_len), len(requests))
-        rows = enumerate(zip(requests, counts, forced, strict=True))
+        self._early_stop.begin(plan if self._confidence is None else DraftPlan(plan.lens))
+        rows = enumerate(zip(requests, plan.lens, forced, strict=True))
         growing = [row for row, (request, count, begun) in rows if len(begun) < count and not request.draft_error]
-        drafts = [proposal.tokens for proposal in proposals]
-        for step in range(max(counts)):
-            if not growing or self._early_stop.ends_before(step, growing, drafts):
+        for step in range(plan.draft_len):
+            if not growing or self._early_stop.ends_before(step, growing):
                 break
-            logits = self._logits(requests, counts, forced, proposals, growing, step)
+            logits = self._logits(requests, plan, forced, proposals, growing, step)
             by_row = zip(growing, logits, strict=True)
-            growing = [row for row, own in by_row if self._grow(row, own, requests[row], proposals[row], counts[row])]
+            growing = [row for row, own in by_row if self._grow(row, own, requests[row], proposals[row], plan)]
         return proposals
 
     @override
@@ -97,7 +90,7 @@ class ModelDrafter(Drafter):
     def _logits(
         self,
         requests: Sequence[Request],
-        counts: Sequence[int],
+        plan: DraftPlan,
         forced: Sequence[Sequence[int]],
         proposals: Sequence[Proposal],
         growing: Sequence[int],
@@ -131,19 +124,19 @@ class ModelDrafter(Drafter):
         """
         return self._confidence != 0 and request.draft_len is None and request.params.greedy
 
-    def _grow(self, row: int, logits: Floats, request: Request, proposal: Proposal, count: int) -> bool:
-        """Draw the next token of a row, up to ``count`` in all. Returns whether another one may follow."""
+    def _grow(self, row: int, logits: Floats, request: Request, proposal: Proposal, plan: DraftPlan) -> bool:
+        """Draw the next token of a row, up to those of ``plan`` in all. Returns whether another one may follow."""
         length = len(proposal.tokens)
         self._draw(logits, request, proposal)
         if len(proposal.tokens) == length:
             return False
         if confidences := proposal.confidences:
-            if not self._early_stop.keeps(row, confidences[-1]):
+            if not self._early_stop.keeps(row, length, confidences[-1]):
                 proposal.drop_last()
                 return False
             if math.prod(confidences) < (self._confidence or 0.0):
                 return False
-        return length + 1 < count
+        return length + 1 < plan.lens[row]
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
         """Add the token that follows the request's and those of ``proposal``.

@@ -89,22 +89,16 @@ class TranslatedDrafter(ModelDrafter):
             self._follow(request)
 
     @override
-    def propose(
-        self,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        forced: Sequence[Sequence[int]],
-        plan: DraftPlan,
-    ) -> list[Proposal]:
+    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
         """What follows tokens without a counterpart is read again from where the ids part."""
         lengths = []
         for row, request in enumerate(requests):
             self.runner.rows.rewind(row, self._follow(request))
             begun = sum(map(len, self._translate(forced[row])))
-            lengths.append(len(self.texts.ids(request)) + begun + max(0, counts[row] - len(forced[row])))
-        fitting = [count if length <= self._limit else 0 for count, length in zip(counts, lengths, strict=True)]
+            lengths.append(len(self.texts.ids(request)) + begun + max(0, plan.lens[row] - len(forced[row])))
+        fitting = [count if length <= self._limit else 0 for count, length in zip(plan.lens, lengths, strict=True)]
         self.texts.grow(min(max(lengths), self._limit) + 1)
-        proposals = super().propose(requests, fitting, forced, plan)
+        proposals = super().propose(requests, plan._replace(lens=fitting), forced)
         for request, proposal in zip(requests, proposals, strict=True):
             self._drafted[request] = self._translate(proposal.tokens)
         return proposals

@@ -138,6 +138,16 @@ def follow(matches: Sequence[Match], count: int, rate: float) -> tuple[list[int]
     return drafts, survival
 
 
+def _longest_that_pays(plan: DraftPlan, survivals: Sequence[Sequence[float]]) -> int:
+    """The most draft tokens of a row. survivals: of each row's draft tokens."""
+    if plan.min_survival:  # Each row's tokens pay for themselves, and a step costs nothing here.
+        return plan.draft_len
+    for count in range(plan.draft_len):
+        if not plan.step_pays(count, [survival[count] for survival in survivals if len(survival) > count]):
+            return count
+    return plan.draft_len
+
+
 class SuffixDrafter(Drafter):
     """Its drafts are deterministic. It proposes nothing for a text whose last tokens are new.
 
@@ -184,22 +194,15 @@ class SuffixDrafter(Drafter):
         return found
 
     @override
-    def propose(
-        self,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        forced: Sequence[Sequence[int]],
-        plan: DraftPlan,
-    ) -> list[Proposal]:
-        found = self.find_all(requests, counts, forced, plan)
+    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
+        found = self.find_all(requests, plan, forced)
         return [Proposal(found[row]) if row in found else Proposal.begin(own) for row, own in enumerate(forced)]
 
     def find_all(
         self,
         requests: Sequence[Request],
-        counts: Sequence[int],
-        forced: Sequence[Sequence[int]],
         plan: DraftPlan,
+        forced: Sequence[Sequence[int]],
         pays: Callable[[float, int], bool] = lambda expected, count: True,
     ) -> dict[int, list[int]]:
         """The draft tokens of rows that have some, as far as they are worth their verification.
@@ -207,17 +210,17 @@ class SuffixDrafter(Drafter):
         pays: of how many of them are expected to be accepted, and the row's count. The others are as in ``propose``.
         """
         matches = {
-            row: self.find(request, counts[row])
+            row: self.find(request, plan.lens[row])
             for row, request in enumerate(requests)
-            if counts[row] and not forced[row]
+            if plan.lens[row] and not forced[row]
         }
-        longest = plan.common_len([match.survival for match in matches.values()], len(requests))
-        found, drafted = {}, 0
+        longest = _longest_that_pays(plan, [match.survival for match in matches.values()])
+        found = {}
         for row, match in matches.items():
-            worth = plan.num_worth(match.survival[:longest], drafted / len(requests))
-            if worth and pays(sum(match.survival[:worth]), counts[row]):
+            kept = [place for place, likely in enumerate(match.survival[:longest]) if not plan.keeps(place, likely)]
+            worth = kept[0] if kept else min(longest, len(match.survival))
+            if worth and pays(sum(match.survival[:worth]), plan.lens[row]):
                 found[row] = match.tokens[:worth]
-                drafted += worth
         return found
 
     @override

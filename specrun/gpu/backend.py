@@ -30,9 +30,8 @@ class Feed(NamedTuple):
 class DeviceCache(RecurrentCache, Protocol):
     """The rows of a model's cache in device memory, and a pool of blocks."""
 
-    @property
-    def states(self) -> DeviceStates | None:
-        """What recurrent layers keep; None: there are none."""
+    states: DeviceStates | None
+    """What recurrent layers keep; None: there are none."""
 
     def allocate_pool(self, blocks: int) -> None:
         """Allocate a pool of ``blocks`` blocks. Raises RuntimeError the second time."""
@@ -48,13 +47,11 @@ class DeviceBackend(Protocol):
     device: Device
     """Device that holds inputs and logits."""
 
-    @property
-    def cache(self) -> DeviceCache:
-        """There from ``allocate_cache`` on."""
+    cache: DeviceCache
+    """There from ``allocate_cache`` on."""
 
-    @property
-    def devices(self) -> Sequence[Device]:
-        """``device``, and those of further ranks."""
+    devices: Sequence[Device]
+    """``device``, and those of further ranks."""
 
     @property
     def capturable(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir.cache_tensors import CacheTensor
@@ -15,9 +16,10 @@ from specrun.gpu.kernels.layout import CACHE_TENSOR
 from specrun.gpu.states import DeviceStates
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.kept_states import TOKENS_OF_STATE
+from specrun.kv_cache.rows import RecurrentCache
 
 
-class DeviceKVCache:
+class DeviceKVCache(RecurrentCache):
     """See ``KVCache``: for every cache tensor, rows [rows, heads, length, head_dim] and a pool of blocks.
 
     Rows are allocated at once. The pool [blocks, heads, BLOCK, head_dim] is allocated later, when it is known how much
@@ -82,19 +84,19 @@ class DeviceKVCache:
             parts.append(tensor.part(first * math.prod(row), (rows, *row)))
         return parts
 
+    @override
     def clear(self, row: int) -> None:
-        """See ``KVCache``."""
         for tensor in self.part(row, 1):
             self._device.clear(tensor)
         self.clear_states(row)
 
+    @override
     def clear_states(self, row: int) -> None:
-        """See ``RecurrentCache``."""
         if self.states:
             self.states.clear(row)
 
+    @override
     def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
-        """See ``KVCache``."""
         if positions := max(lengths):
             calls.swap_rows(
                 self._device,
@@ -109,21 +111,21 @@ class DeviceKVCache:
         if self.states:
             self.states.swap(one, other)
 
+    @override
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """See ``KVCache``."""
         self._copy(row, start, blocks, saving=True)
 
+    @override
     def load(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """See ``KVCache``."""
         self._copy(row, start, blocks, saving=False)
 
+    @override
     def save_state(self, row: int, place: int) -> None:
-        """See ``RecurrentCache``."""
         if self.states:
             self.states.save(row, place)
 
+    @override
     def load_state(self, row: int, place: int) -> None:
-        """See ``RecurrentCache``."""
         if self.states:
             self.states.load(row, place)
 

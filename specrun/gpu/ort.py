@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from specrun.backends.ort import open_session
 from specrun.backends.ort_session import import_ort
 from specrun.devices import Device, DeviceArray
@@ -15,7 +17,7 @@ from specrun.gpu.backend import DeviceBackend, Feed, bound_tensors
 from specrun.gpu.cache import DeviceKVCache
 
 
-class OrtDeviceBackend:
+class OrtDeviceBackend(DeviceBackend):
     """See ``DeviceBackend``. The same graph on device memory: CUDA's, or for tests the host's."""
 
     def __init__(
@@ -40,6 +42,7 @@ class OrtDeviceBackend:
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
     @property
+    @override
     def capturable(self) -> bool:
         """Memory of ONNX Runtime's first call of a shape serves the next ones, so that they allocate nothing.
 
@@ -48,19 +51,20 @@ class OrtDeviceBackend:
         return self.device.kind == "cuda" and self.config.backend.capturable
 
     @property
+    @override
     def workspace_bytes(self) -> int:
         """ONNX Runtime allocates on its own and does not tell."""
         return 0
 
+    @override
     def allocate_cache(self) -> None:
-        """See ``DeviceBackend.allocate_cache``."""
         graph, build = self.config.graph, self.config.build_config
         storage = graph.cache_element.storage
         size = (build.max_batch_size, build.cache_length)
         self.cache = DeviceKVCache(self.device, graph.own_tensors, storage, *size)
 
+    @override
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
-        """See ``DeviceBackend.enqueue``."""
         self.device.activate()
         rows = (first, feed.input_ids.shape[0])
         binding = self._bindings.get(rows)
@@ -80,11 +84,12 @@ class OrtDeviceBackend:
             self._bind(binding.bind_output, present, memory, element)
         return binding
 
+    @override
     def save_kernels(self) -> None:
-        """See ``DeviceBackend.save_kernels``. It compiles none."""
+        """It compiles none."""
 
+    @override
     def close(self) -> None:
-        """See ``DeviceBackend.close``."""
         self._bindings.clear()
         self._session = None
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir.config import PLAN_SUFFIX, EngineConfig, Profile
@@ -122,7 +123,7 @@ class _Context:
     """The cache's row that is bound as its first one."""
 
 
-class TrtBackend:
+class TrtBackend(DeviceBackend):
     """See ``DeviceBackend``."""
 
     def __init__(
@@ -165,8 +166,9 @@ class TrtBackend:
         self._workspace: DeviceArray | None = None
 
     @property
+    @override
     def capturable(self) -> bool:
-        """See ``DeviceBackend.capturable``. TensorRT's contexts always are; TensorRT-RTX's are asked."""
+        """TensorRT's contexts always are; TensorRT-RTX's are asked."""
         fixed = [context.execution for key, context in self._contexts.items() if isinstance(key, Call)]
         return all(
             not hasattr(context, "is_stream_capturable") or context.is_stream_capturable(self.device.stream)
@@ -174,12 +176,14 @@ class TrtBackend:
         )
 
     @property
+    @override
     def workspace_bytes(self) -> int:
-        """See ``DeviceBackend.workspace_bytes``: for the plan's largest profile."""
+        """For the plan's largest profile."""
         return int(self._engine.device_memory_size_v2)
 
+    @override
     def allocate_cache(self) -> None:
-        """See ``DeviceBackend.allocate_cache``. The plan's rows have cache_length positions, neither more nor fewer."""
+        """The plan's rows have cache_length positions, neither more nor fewer."""
         build = self.config.build_config
         self._workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
         graph, size = self.config.graph, (build.max_batch_size, build.cache_length)
@@ -187,12 +191,12 @@ class TrtBackend:
         kind, new = graph.cache_element.storage, self.config.new_positions
         self.cache = DeviceKVCache(self.device, graph.own_tensors, kind, *size, new, states)
 
+    @override
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
-        """See ``DeviceBackend.enqueue``.
+        """Raises BackendError where TensorRT refuses the call.
 
         A captured graph holds what a context computed from its shapes. So every shape that may be captured has a
-        context of its own, whose shapes never change. Prompts share one context for each profile. Raises BackendError
-        where TensorRT refuses the call.
+        context of its own, whose shapes never change. Prompts share one context for each profile.
         """
         self.device.activate()
         call = Call(feed.input_ids.shape[0], feed.input_ids.shape[1], feed.logits_indices.shape[1])
@@ -214,8 +218,8 @@ class TrtBackend:
         if not self.config.writes_cache:
             self.cache.write_new(first, feed.write_indices, call.sequence)
 
+    @override
     def save_kernels(self) -> None:
-        """See ``DeviceBackend.save_kernels``."""
         self._kernels.save()
 
     def describe(self) -> str:
@@ -223,8 +227,9 @@ class TrtBackend:
         inspector = self._engine.create_engine_inspector()
         return str(inspector.get_engine_information(self._trt.LayerInformationFormat.JSON))
 
+    @override
     def close(self) -> None:
-        """See ``DeviceBackend.close``. The order matters: contexts, their configurations, the engine, its runtime."""
+        """The order matters: contexts, their configurations, the engine, its runtime."""
         if "_engine" not in vars(self):
             return
         self.device.activate()

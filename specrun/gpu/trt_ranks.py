@@ -12,17 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from typing_extensions import override
 
 from specrun.devices import Device, DeviceArray
 from specrun.devices.nccl import Communicators
 from specrun.engine_dir.config import EngineConfig
 from specrun.errors import EngineLostError
-from specrun.gpu.backend import Feed
+from specrun.gpu.backend import DeviceBackend, DeviceCache, Feed
 from specrun.gpu.cache import DeviceKVCache
 from specrun.gpu.trt import TrtBackend
 
 
-class RanksKVCache:
+class RanksKVCache(DeviceCache):
     """See ``DeviceCache``: what is done to a row is done on every rank. Recurrent layers are refused before."""
 
     states = None
@@ -32,47 +33,51 @@ class RanksKVCache:
         self._caches = caches
         self.rows, self.length, self.blocks = caches[0].rows, caches[0].length, 0
 
+    @override
     def allocate_pool(self, blocks: int) -> None:
-        """See ``DeviceKVCache.allocate_pool``."""
         for cache in self._caches:
             cache.allocate_pool(blocks)
         self.blocks = blocks
 
+    @override
     def part(self, first: int, rows: int) -> list[DeviceArray]:
-        """See ``DeviceCache``: the first rank's, whose features are those of the whole model."""
+        """The first rank's, whose features are those of the whole model."""
         return self._caches[0].part(first, rows)
 
+    @override
     def clear(self, row: int) -> None:
-        """See ``KVCache``."""
         for cache in self._caches:
             cache.clear(row)
 
+    @override
     def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
-        """See ``KVCache``."""
         for cache in self._caches:
             cache.swap(one, other, lengths)
 
+    @override
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """See ``KVCache``."""
         for cache in self._caches:
             cache.save(row, start, blocks)
 
+    @override
     def load(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """See ``KVCache``."""
         for cache in self._caches:
             cache.load(row, start, blocks)
 
+    @override
     def clear_states(self, row: int) -> None:
-        """See ``RecurrentCache``."""
+        """Nothing: models with recurrent layers have no ranks on GPUs."""
 
+    @override
     def save_state(self, row: int, place: int) -> None:
-        """See ``RecurrentCache``."""
+        """Nothing: models with recurrent layers have no ranks on GPUs."""
 
+    @override
     def load_state(self, row: int, place: int) -> None:
-        """See ``RecurrentCache``."""
+        """Nothing: models with recurrent layers have no ranks on GPUs."""
 
 
-class TrtRanks:
+class TrtRanks(DeviceBackend):
     """See ``DeviceBackend``."""
 
     def __init__(
@@ -99,17 +104,20 @@ class TrtRanks:
         self._logits: list[DeviceArray] = []
 
     @property
+    @override
     def capturable(self) -> bool:
         """A recording is one GPU's."""
         return False
 
     @property
+    @override
     def workspace_bytes(self) -> int:
-        """See ``DeviceBackend.workspace_bytes``: of the rank that needs most."""
+        """Of the rank that needs most."""
         return max(rank.workspace_bytes for rank in self._ranks)
 
+    @override
     def allocate_cache(self) -> None:
-        """See ``DeviceBackend.allocate_cache``. The other ranks also get memory for inputs and logits."""
+        """The other ranks also get memory for inputs and logits."""
         for rank in self._ranks:
             rank.allocate_cache()
         self.cache = RanksKVCache([rank.cache for rank in self._ranks])
@@ -122,8 +130,9 @@ class TrtRanks:
             self._feeds.append(Feed(*(zeros(size, np.int64) for size in sizes)))
             self._logits.append(zeros((rows, kept, vocab), np.float32))
 
+    @override
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
-        """See ``DeviceBackend.enqueue``. Nothing further runs on the first rank's GPU before all ranks are done."""
+        """Nothing further runs on the first rank's GPU before all ranks are done."""
         work: list[Callable[[], None]] = [lambda: self._ranks[0].enqueue(feed, logits, first, fixed)]
         for rank, memory, own_logits in zip(self._ranks[1:], self._feeds, self._logits, strict=True):
             rank.device.wait_for(self.device)
@@ -150,13 +159,13 @@ class TrtRanks:
         self._lost = f"rank {rank} of {len(work)} failed, and no rank goes on: {error}"
         raise EngineLostError(self._lost) from error
 
+    @override
     def save_kernels(self) -> None:
-        """See ``DeviceBackend.save_kernels``."""
         for rank in self._ranks:
             rank.save_kernels()
 
+    @override
     def close(self) -> None:
-        """See ``DeviceBackend.close``."""
         self._threads.shutdown()
         for rank in self._ranks:
             rank.close()

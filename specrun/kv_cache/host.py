@@ -8,15 +8,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.kept_states import TOKENS_OF_STATE
+from specrun.kv_cache.rows import RecurrentCache
 
 Cache = npt.NDArray[Any]
 
 
-class HostKVCache:
+class HostKVCache(RecurrentCache):
     """See ``KVCache``: for every cache tensor, rows [rows, heads, length, head_dim] and a pool of blocks.
 
     It has no rows before ``resize``. The pool is [blocks, heads, BLOCK, head_dim]. What recurrent layers keep of a row
@@ -117,19 +119,19 @@ class HostKVCache:
         """Views of what recurrent layers keep of rows ``first .. first + rows``."""
         return [state[first : first + rows] for state in self._states]
 
+    @override
     def clear(self, row: int) -> None:
-        """See ``KVCache``."""
         for tensor in self._tensors if self._reads_hidden else ():
             tensor[row] = 0
         self.clear_states(row)
 
+    @override
     def clear_states(self, row: int) -> None:
-        """See ``RecurrentCache``."""
         for state in self._states:
             state[row] = 0
 
+    @override
     def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
-        """See ``KVCache``."""
         first, second = lengths
         for tensor in self._tensors:
             saved = tensor[one, :, :first].copy()
@@ -138,23 +140,23 @@ class HostKVCache:
         for state in self._states:
             state[[one, other]] = state[[other, one]]
 
+    @override
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """See ``KVCache``."""
         for tensor, pool in zip(self._tensors, self._pool, strict=True):
             pool[blocks] = self._blocks(tensor, row, start, len(blocks))
 
+    @override
     def load(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """See ``KVCache``."""
         for tensor, pool in zip(self._tensors, self._pool, strict=True):
             self._blocks(tensor, row, start, len(blocks))[...] = pool[blocks]
 
+    @override
     def save_state(self, row: int, place: int) -> None:
-        """See ``RecurrentCache``."""
         for state, pool in zip(self._states, self._state_pool, strict=True):
             pool[place] = state[row]
 
+    @override
     def load_state(self, row: int, place: int) -> None:
-        """See ``RecurrentCache``."""
         for state, pool in zip(self._states, self._state_pool, strict=True):
             state[row] = pool[place]
 

@@ -43,9 +43,8 @@ class KVCache(Protocol):
 class RecurrentCache(KVCache, Protocol):
     """The memory of a model's cache, with what recurrent layers keep of rows, and a pool of places for that."""
 
-    @property
-    def kept_states(self) -> int:
-        """How many places the pool has."""
+    kept_states: int
+    """How many places the pool has."""
 
     def clear_states(self, row: int) -> None:
         """Write zeros to what recurrent layers keep of ``row``: so a text begins."""

@@ -17,8 +17,9 @@ from specrun.errors import RequestError, as_spec_error
 from specrun.request.request import FinishReason, Request, TokenOutput
 from specrun.scheduler.step_turns import Turns
 from specrun.scheduler.waiting_queue import RequestQueue
+from specrun.speculative.draft_length import DraftLength
 from specrun.speculative.loop import run_round
-from specrun.speculative.round import AnyRound, DraftLengths
+from specrun.speculative.round import AnyRound
 
 _PATIENCE = 0.02
 """Seconds that a step waits where no request can be in a round. Another one may come meanwhile."""
@@ -45,7 +46,7 @@ class Scheduler:
     def __init__(
         self,
         rounds: AnyRound,
-        lengths: DraftLengths,
+        lengths: DraftLength,
         max_rows: int,
         check: Callable[[Request], None] = lambda _request: None,
     ) -> None:

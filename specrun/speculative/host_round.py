@@ -79,9 +79,8 @@ class HostRound(Round[ModelRunner, Drafter]):
         """What is proposed for each request. What its grammar forces needs no drafter, and may be more than planned."""
         limits = [request.num_draft_tokens(self.max_draft_len) for request in requests]
         forced = [request.forced(limit) for request, limit in zip(requests, limits, strict=True)]
-        counts = plan.counts(limits)
-        if self.drafter and any(counts):
-            return self.drafter.propose(requests, counts, forced, plan)
+        if self.drafter and plan.draft_len:
+            return self.drafter.propose(requests, plan, forced)
         return list(map(Proposal.begin, forced))
 
     def _verify(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> Floats:

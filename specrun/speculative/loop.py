@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import SpecError, as_spec_error
 from specrun.request.request import Outcome, Request
-from specrun.speculative.round import AnyRound, DraftLengths, RoundResult
+from specrun.speculative.draft_length import DraftLength
+from specrun.speculative.round import AnyRound
 
 
 def run_round(
-    round_: AnyRound, lengths: DraftLengths, requests: Sequence[Request], may_queue_next: Callable[[int], bool]
+    round_: AnyRound, lengths: DraftLength, requests: Sequence[Request], may_queue_next: Callable[[int], bool]
 ) -> None:
     """Run one round over the requests in rows 0, 1, .., and commit its tokens.
 
@@ -25,27 +26,21 @@ def run_round(
     num_uncached_draft = round_.num_uncached_draft(requests)
     plan = schedule(round_, lengths, requests, num_uncached_draft)
     result = round_.step(requests, plan, may_queue_next(plan.draft_len))
-    learn(lengths, requests, result, num_uncached_draft)
+    lengths.observe(requests, result, num_uncached_draft)
     for request, outcome in zip(requests, result.outcomes, strict=True):
         commit(request, outcome)
 
 
-def schedule(
-    round_: AnyRound, lengths: DraftLengths, requests: Sequence[Request], num_uncached_draft: int
-) -> DraftPlan:
-    """How many tokens to draft. A request that sets its own draft length gets it, whatever is best for the others."""
-    counts = [request.num_draft_tokens(round_.max_draft_len) for request in requests]
-    if not any(counts):
-        return DraftPlan(0)
-    plan = lengths.choose(requests, counts, num_uncached_draft, round_.ends_drafts(requests))
-    own = [count for request, count in zip(requests, counts, strict=True) if request.draft_len is not None]
-    return DraftPlan(max(plan.draft_len, *own)) if any(own) else plan
-
-
-def learn(lengths: DraftLengths, requests: Sequence[Request], result: RoundResult, num_uncached_draft: int) -> None:
-    """Tell ``lengths`` what the round took and what was accepted."""
-    evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in result.outcomes]
-    lengths.observe(result.draft_len, result.seconds, requests, evaluated, num_uncached_draft, result.all_dropped)
+def schedule(round_: AnyRound, lengths: DraftLength, requests: Sequence[Request], num_uncached_draft: int) -> DraftPlan:
+    """How many tokens to draft. A request that sets its own draft length gets it, and then no drafts end early."""
+    limits = [request.num_draft_tokens(round_.max_draft_len) for request in requests]
+    if not any(limits):
+        return DraftPlan(limits)
+    plan = lengths.choose(requests, limits, num_uncached_draft, round_.ends_drafts(requests))
+    if all(request.draft_len is None for request in requests):
+        return plan
+    own = zip(requests, limits, plan.lens, strict=True)
+    return DraftPlan([length if request.draft_len is None else limit for request, limit, length in own])
 
 
 def commit(request: Request, outcome: Outcome | SpecError) -> None:

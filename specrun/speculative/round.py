@@ -41,34 +41,6 @@ class RoundResult(NamedTuple):
     """Whether the draft's engine ran and no draft token was verified."""
 
 
-class DraftLengths(Protocol):
-    """Chooses draft lengths; see ``scheduler.draft_length``."""
-
-    @property
-    def drafting(self) -> bool:
-        """Whether drafting pays, as far as is known."""
-
-    def choose(
-        self,
-        requests: Sequence[object],
-        row_limits: Sequence[int],
-        num_uncached_draft: int = 0,
-        drafts_end: bool = False,
-    ) -> DraftPlan:
-        """How many tokens the next round drafts."""
-
-    def observe(
-        self,
-        draft_len: float,
-        seconds: float | None,
-        requests: Sequence[object],
-        rows: Sequence[tuple[int, int]],
-        num_uncached_draft: int = 0,
-        all_dropped: bool = False,
-    ) -> None:
-        """Learn from a round."""
-
-
 class Rows(Protocol):
     """Whatever has a row for each request."""
 

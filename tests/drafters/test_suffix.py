@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -193,41 +192,36 @@ def test_what_was_found_is_compared_as_far_as_the_round_came(committed: list[int
     assert Found([4, 5, 6], [], AcceptanceRate()).compare(committed) == expected
 
 
-def lens_by_min_survival(drafter: Drafter, finder: SuffixDrafter, min_survival: list[float]) -> list[int]:
-    """How many draft tokens each of four equal rows gets, of which four are found."""
+def lens_by(drafter: Drafter, finder: SuffixDrafter, plan: DraftPlan) -> list[int]:
+    """How many draft tokens each of four equal rows gets, of which four are found: 0.7, 0.49, 0.343, 0.24 survive."""
     requests = [Request([5, *[1, 2] * 20], SamplingParams(), 60) for _ in range(4)]
     finder.admit(requests)
-    proposals = drafter.propose(requests, [4] * 4, [()] * 4, DraftPlan(4, min_survival=min_survival))
+    proposals = drafter.propose(requests, plan, [()] * 4)
     assert [finder._found[request].tokens for request in requests] == [[1, 2, 1, 2]] * 4, "to be compared later"
     return [len(proposal.tokens) for proposal in proposals]
 
 
 def test_what_is_not_worth_its_verification_is_not_proposed() -> None:
-    drafter = SuffixDrafter(False)
-    assert lens_by_min_survival(drafter, drafter, []) == [4] * 4
-    assert lens_by_min_survival(drafter, drafter, [0.3]) == [3] * 4, "0.7, 0.49, 0.343, 0.24"
-    assert lens_by_min_survival(drafter, drafter, [0.3, 0.6]) == [3, 3, 1, 1], "behind two rows, a row has 1.5 tokens"
-    assert lens_by_min_survival(drafter, drafter, [0.8]) == [0] * 4
+    drafter, most = SuffixDrafter(False), [4] * 4
+    for min_survival, expected in (((), 4), ([0.3] * 4, 3), ([0.3, 0.6, 0.3, 0.3], 1), ([0.8, 0, 0, 0], 0)):
+        assert (
+            lens_by(drafter, drafter, DraftPlan(most, min_survival, [9.0] * 4 if min_survival else ()))
+            == [expected] * 4
+        ), "and a draft step costs nothing"
 
 
 def test_rows_wait_for_as_long_a_draft_as_pays() -> None:
-    """Four rows are expected to survive the first token 2.8 times, the second 1.96, the third 1.372."""
-    survivals = [[0.7, 0.49, 0.343, 0.24]] * 4
-    for least, longest in (([0, 0, 0, math.inf], 4), ([0, 2, 0, math.inf], 2), ([3, 0, 0, math.inf], 1)):
-        plan = DraftPlan(4, min_expected_survivors=least)
-        assert plan.common_len(survivals, 4) == longest
-        assert plan.common_len(survivals, 1) == 4, "nobody else waits"
-        drafter, requests = SuffixDrafter(False), [Request([5, *[1, 2] * 20], SamplingParams(), 60) for _ in range(4)]
-        drafter.admit(requests)
-        proposals = drafter.propose(requests, [4] * 4, [()] * 4, plan)
-        assert [len(proposal.tokens) for proposal in proposals] == [longest] * 4
+    """Where a pass takes as long as its longest row. 2.8, 1.96, 1.372 and 0.96 tokens survive in four rows."""
+    drafter, most = SuffixDrafter(False), [4] * 4
+    for min_step_gain, expected in (([2.5, 1.9, 0.1, 0.9], 4), ([2.5, 2.1, 0, 0], 1), ([3.0, 0, 0, 0], 0)):
+        assert lens_by(drafter, drafter, DraftPlan(most, (), min_step_gain)) == [expected] * 4
 
 
 def test_nor_is_it_beside_a_model(target: Path, draft: Path) -> None:
     with on_host(target, draft, 4) as decoder:
         drafter: Any = decoder.scheduler.round.drafter
         drafter._is_better = lambda expected, count: True
-        assert lens_by_min_survival(drafter, drafter.suffix, [0.3, 0.6]) == [3, 3, 1, 1]
+        assert lens_by(drafter, drafter.suffix, DraftPlan([4] * 4, [0.3, 0.3, 0.6, 0.3])) == [2] * 4
 
 
 @pytest.mark.quick("all-suffix", "all-suffix on a device")

@@ -22,9 +22,10 @@ from specrun.gpu.records import QueuedRound
 from specrun.gpu.round import DeviceRound
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
-from specrun.scheduler.draft_length import DraftLength
-from specrun.scheduler.round_times import expected_by_passes
 from specrun.scheduler.scheduler import Scheduler
+from specrun.speculative.draft_length import DraftLength
+from specrun.speculative.round import RoundResult
+from specrun.speculative.round_times import expected_by_passes
 from specrun.text.grammar import Constraint, Grammar, Grammars
 from specrun.text.masks import fill_masks
 from tests.helpers.device_rounds import Recordable, device_round
@@ -139,17 +140,13 @@ class Observed(DraftLength):
     """Drafts as much as the rows can use, and keeps what it is told of rounds."""
 
     def choose(
-        self,
-        requests: Sequence[object],
-        row_limits: Sequence[int],
-        num_uncached_draft: int = 0,
-        drafts_end: bool = False,
+        self, requests: Sequence[Request], limits: Sequence[int], num_uncached_draft: int = 0, drafts_end: bool = False
     ) -> DraftPlan:
-        return DraftPlan(min(self.max_draft_len, max(row_limits)))
+        return DraftPlan(limits)
 
-    def observe(self, draft_len: float, seconds: float | None, *rest: Any) -> None:
-        self.told = [*getattr(self, "told", []), draft_len]
-        super().observe(draft_len, seconds, *rest)
+    def observe(self, requests: Sequence[Request], result: RoundResult, num_uncached_draft: int = 0) -> None:
+        self.told = [*getattr(self, "told", []), result.draft_len]
+        super().observe(requests, result, num_uncached_draft)
 
 
 def test_auto_is_told_the_length_whose_time_a_round_took(
@@ -279,14 +276,11 @@ class Cycle(DraftLength):
     """Another length every round, non-speculative steps in a row among them."""
 
     def choose(
-        self,
-        requests: Sequence[object],
-        row_limits: Sequence[int],
-        num_uncached_draft: int = 0,
-        drafts_end: bool = False,
+        self, requests: Sequence[Request], limits: Sequence[int], num_uncached_draft: int = 0, drafts_end: bool = False
     ) -> DraftPlan:
         self.rounds = getattr(self, "rounds", -1) + 1
-        return DraftPlan((2, 0, 0, 0, 4, 1, 0, 3)[self.rounds % 8])
+        draft_len = (2, 0, 0, 0, 4, 1, 0, 3)[self.rounds % 8]
+        return DraftPlan([min(draft_len, limit) for limit in limits])
 
 
 @pytest.mark.parametrize("kind", [OrtDeviceBackend, Recordable])

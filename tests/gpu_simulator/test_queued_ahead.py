@@ -25,7 +25,7 @@ from specrun.gpu.records import QueuedRound
 from specrun.gpu.round import DeviceRound
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
-from specrun.scheduler.draft_length import DraftLength
+from specrun.speculative.draft_length import DraftLength
 from specrun.text.detokenizer import Detokenizer, TextStream
 from tests.gpu_simulator import gpus
 from tests.gpu_simulator.rounds import config
@@ -131,14 +131,11 @@ class Changing(DraftLength):
     """Lengths that stay for some rounds, plain ones among them."""
 
     def choose(
-        self,
-        requests: Sequence[object],
-        row_limits: Sequence[int],
-        num_uncached_draft: int = 0,
-        drafts_end: bool = False,
+        self, requests: Sequence[Request], limits: Sequence[int], num_uncached_draft: int = 0, drafts_end: bool = False
     ) -> DraftPlan:
         self.rounds = getattr(self, "rounds", -1) + 1
-        return DraftPlan((3, 3, 3, 3, 0, 0, 0, 0, 1, 3, 0, 2)[self.rounds % 12])
+        draft_len = (3, 3, 3, 3, 0, 0, 0, 0, 1, 3, 0, 2)[self.rounds % 12]
+        return DraftPlan([min(draft_len, limit) for limit in limits])
 
 
 @pytest.mark.parametrize("place", ["one GPU", "apart"])

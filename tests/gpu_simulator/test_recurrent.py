@@ -37,7 +37,7 @@ from specrun.kv_cache.kept_states import block_bytes
 from specrun.kv_cache.rows import RecurrentRows
 from specrun.request.request import Request
 from specrun.sampling.sampler import NON_FINITE_LOGITS, SamplingParams
-from specrun.scheduler.draft_length import DraftLength
+from specrun.speculative.draft_length import DraftLength
 from specrun.text.detokenizer import Detokenizer, TextStream
 from specrun.text.grammar import Constraint, Grammars
 from tests.gpu_simulator import gpus
@@ -277,14 +277,11 @@ class Changing(DraftLength):
     """Lengths with more plain rounds in a row than a draft model can read tokens again."""
 
     def choose(
-        self,
-        requests: Sequence[object],
-        row_limits: Sequence[int],
-        num_uncached_draft: int = 0,
-        drafts_end: bool = False,
+        self, requests: Sequence[Request], limits: Sequence[int], num_uncached_draft: int = 0, drafts_end: bool = False
     ) -> DraftPlan:
         self.rounds = getattr(self, "rounds", -1) + 1
-        return DraftPlan((3, 3, 1, *[0] * 20, 2)[self.rounds % 24])
+        draft_len = (3, 3, 1, *[0] * 20, 2)[self.rounds % 24]
+        return DraftPlan([min(draft_len, limit) for limit in limits])
 
 
 @pytest.mark.parametrize("place", ["one GPU", "apart"])

@@ -16,8 +16,8 @@ from specrun.drafters.head import HeadDrafter
 from specrun.drafters.model import ModelDrafter
 from specrun.engine_dir.config import open_engine
 from specrun.request.request import Request
-from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.scheduler import Scheduler
+from specrun.speculative.draft_length import DraftLength
 from specrun.text.grammar import Constraint, Grammars
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.heads.decoding import (

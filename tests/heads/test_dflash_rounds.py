@@ -54,15 +54,11 @@ def test_rounds_draft_what_the_formula_says(
     right = ParallelDrafter.propose
 
     def checked(
-        self: ParallelDrafter,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        forced: Sequence[Sequence[int]],
-        plan: DraftPlan,
+        self: ParallelDrafter, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]
     ) -> list[Proposal]:
         nonlocal seen, ended
-        proposals = right(self, requests, counts, forced, plan)
-        for request, count, proposal in zip(requests, counts, proposals, strict=True):
+        proposals = right(self, requests, plan, forced)
+        for request, count, proposal in zip(requests, plan.lens, proposals, strict=True):
             text, before = list(request.tokens), [request.tokens[-1]]
             features = features_of(dialect, tensors, states_of(target, torch.tensor([text])))[0]
             for place in range(count):

@@ -11,8 +11,8 @@ from transformers.modeling_layers import MtpModel
 
 from specrun.engine_dir.config import open_engine
 from specrun.request.request import Request
-from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.scheduler import Scheduler
+from specrun.speculative.draft_length import DraftLength
 from tests.helpers.heads.agreement import DRAFTS, TEXTS, TOLERANCE, difference, found
 from tests.helpers.heads.decoding import LENGTH, MANNERS, decode, device_round, open_pair
 from tests.helpers.heads.made import make_pair

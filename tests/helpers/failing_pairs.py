@@ -14,7 +14,7 @@ from specrun.gpu.drafters.model import device_model_drafter
 from specrun.gpu.ort import OrtDeviceBackend
 from specrun.gpu.round import DeviceRound
 from specrun.runners.host_runner import ModelRunner
-from specrun.scheduler.draft_length import DraftLength
+from specrun.speculative.draft_length import DraftLength
 from tests.helpers.host_device import HostDevice
 from tests.helpers.repetitive_requests import on_device
 

@@ -13,7 +13,7 @@ from specrun.gpu.ort import OrtDeviceBackend
 from specrun.gpu.round import DeviceRound
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
-from specrun.scheduler.draft_length import DraftLength
+from specrun.speculative.draft_length import DraftLength
 from tests.helpers.host_device import HostDevice
 
 V = 12

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
+from specrun.request.request import Request
 from specrun.scheduler.scheduler import Scheduler
+from specrun.speculative.round import RoundResult
 
 
 @contextmanager
@@ -17,9 +18,9 @@ def told_times(scheduler: Scheduler) -> Iterator[list[float | None]]:
     times: list[float | None] = []
     observe = scheduler.lengths.observe
 
-    def note(draft_len: float, seconds: float | None, *rest: Any) -> None:
-        times.append(seconds)
-        observe(draft_len, seconds, *rest)
+    def note(requests: Sequence[Request], result: RoundResult, num_uncached_draft: int = 0) -> None:
+        times.append(result.seconds)
+        observe(requests, result, num_uncached_draft)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler.lengths, "observe", note)

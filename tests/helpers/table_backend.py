@@ -15,13 +15,13 @@ from specrun.devices import Device, DeviceArray
 from specrun.devices.cuda import CudaDevice
 from specrun.engine_dir.config import EngineConfig
 from specrun.errors import BackendError
-from specrun.gpu.backend import Feed
+from specrun.gpu.backend import DeviceBackend, Feed
 from specrun.gpu.cache import DeviceKVCache
 from specrun.gpu.drafters.model import device_model_drafter
 from specrun.gpu.kernels import open_gpu
 from specrun.gpu.round import DeviceRound
 from specrun.sampling.sampler import Floats
-from specrun.scheduler.draft_length import DraftLength
+from specrun.speculative.draft_length import DraftLength
 
 KERNELS = r"""
 typedef long long i64;
@@ -66,7 +66,7 @@ _SHARE = 8192
 """Logits that one block copies."""
 
 
-class TableBackend:
+class TableBackend(DeviceBackend):
     """See ``DeviceBackend``: the table [R, V] with ``weight``, as ``tables.save_table_engine`` has it."""
 
     capturable = True

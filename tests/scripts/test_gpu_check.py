@@ -26,7 +26,7 @@ from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
-from specrun.scheduler.draft_length import DraftLength
+from specrun.speculative.draft_length import DraftLength
 from tests.helpers.device_rounds import device_round
 from tests.helpers.host_device import HostDevice
 from tests.helpers.tables import normal, save_table_engine

@@ -26,7 +26,7 @@ from specrun.evaluation.verify import verify
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
-from specrun.scheduler.draft_length import DraftLength
+from specrun.speculative.draft_length import DraftLength
 from specrun.speculative.host_round import HostRound
 from specrun.text.grammar import MAX_CONSTRAINT_BYTES, Constraint, Grammar, Grammars, Mask, Matcher
 from specrun.text.masks import apply_mask

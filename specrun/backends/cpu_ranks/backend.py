@@ -15,7 +15,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from specrun import __version__
-from specrun.backends import Backend
+from specrun.backends import Backend, Pass
 from specrun.backends.cpu_ranks.group import RankGroup
 from specrun.backends.cpu_ranks.shared_memory import SharedMemory
 from specrun.backends.ort import MAX_ROUND_LEN
@@ -23,7 +23,7 @@ from specrun.engine_dir.config import EngineConfig
 from specrun.kv_cache.host import HostKVCache
 
 
-class RanksBackend:
+class RanksBackend(Backend):
     """See ``Backend``. The caches of the ranks on this machine are memory of this process, so rows move without them.
 
     Ranks on other machines have their caches themselves, and are told what is done to a row.
@@ -52,14 +52,15 @@ class RanksBackend:
             self.close()
             raise
 
+    @override
     def resize(self, rows: int, length: int, used: int) -> None:
-        """See ``Backend``."""
         self._passes.clear()
         self.cache.resize(rows, length, used)
         self._tell("resize", rows=rows, length=length, used=used)
 
+    @override
     def bind(self, first: int, num_rows: int, query_len: int, num_logits: int) -> RanksPass:
-        """See ``Backend``. Passes share the memory of their logits."""
+        """Passes share the memory of their logits."""
         key = (first, num_rows, query_len, num_logits)
         if known := self._passes.get(key):
             return known
@@ -73,12 +74,12 @@ class RanksBackend:
             self._passes[key] = made
         return made
 
+    @override
     def problem(self) -> str | None:
-        """See ``Backend``."""
         return self._group.problem()
 
+    @override
     def close(self) -> None:
-        """See ``Backend``."""
         self._group.close()
         self._passes.clear()
         self._memory.forget()
@@ -95,7 +96,7 @@ class RanksBackend:
             self._group.tell({"do": operation, "arguments": arguments}, to=ranks)
 
 
-class RanksPass:
+class RanksPass(Pass):
     """See ``Pass``."""
 
     def __init__(self, group: RankGroup, key: tuple[int, ...], logits: npt.NDArray[np.float32]) -> None:
@@ -107,8 +108,9 @@ class RanksPass:
             self._inputs, *key[1:]
         )
 
+    @override
     def run(self) -> None:
-        """See ``Pass``. Raises EngineLostError where a rank is lost."""
+        """Raises EngineLostError where a rank is lost."""
         self._group.tell(self._message, self._inputs.tobytes())
 
 

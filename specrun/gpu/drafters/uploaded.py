@@ -46,8 +46,7 @@ class UploadedDrafter(DeviceDrafter):
     def prepare(self, requests: Sequence[Request], plan: DraftPlan) -> int:
         if not plan.draft_len:
             return 0
-        counts = [request.num_draft_tokens(plan.draft_len) for request in requests]
-        proposals = self.drafter.propose(requests, counts, [()] * len(requests), plan)
+        proposals = self.drafter.propose(requests, plan, [()] * len(requests))
         drafts = [proposal.tokens for proposal in proposals]
         length = max(map(len, drafts))
         if length:

@@ -14,12 +14,10 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.request.request import Request
 from specrun.request.stats import expected_tokens
 from specrun.sampling.sampler import SamplingParams
-from specrun.scheduler.draft_budget import batch_tokens
-from specrun.scheduler.draft_length import DraftLength
-from specrun.scheduler.plan_cache import PlanCache
-from specrun.scheduler.round_times import ExpectedTimes
+from specrun.speculative.draft_length import DraftLength
+from specrun.speculative.round_times import ExpectedTimes
 from tests.helpers.pairs import PROMPTS, SAMPLED, decode, near_ties
-from tests.helpers.row import Row
+from tests.helpers.told_rounds import text, told
 
 MOST = 10
 
@@ -28,18 +26,6 @@ def test_expected_tokens_is_the_geometric_series() -> None:
     for alpha in (0.0, 0.3, 0.999, 1.0):
         for g in (0, 1, 5):
             assert expected_tokens(alpha, g) == pytest.approx(sum(alpha**i for i in range(g + 1)))
-
-
-def test_a_batch_yields_what_its_rows_do() -> None:
-    generator = np.random.default_rng(1)
-    for _ in range(300):
-        alphas = generator.uniform(0, 1, 3)
-        caps = generator.integers(0, MOST + 1, 3)
-        tokens = [
-            sum(sum(a**i for i in range(min(g, cap) + 1)) for a, cap in zip(alphas, caps, strict=True))
-            for g in range(max(caps) + 1)
-        ]
-        np.testing.assert_allclose(batch_tokens(alphas.tolist(), caps.tolist(), max(caps)), tokens)
 
 
 def seconds_a_token(
@@ -65,10 +51,10 @@ def seconds_a_token(
     time_of: of a round of so many rows and draft tokens, in place of that line. All rows have ``texts`` texts.
     proposes: how many draft tokens a row gets that asks for so many. drafts_end: see ``DraftLength.choose``.
     """
-    lengths, generator, pace = PlanCache(chooser), np.random.default_rng(seed), 0.0
+    lengths, generator, pace = chooser, np.random.default_rng(seed), 0.0
     elapsed, lengths_of_rows, behind = 0.0, np.zeros(rows), 0
     for request in range(texts):
-        requests = [Row() for _ in range(rows)]
+        requests = [text() for _ in range(rows)]
         lengths_of_rows[:], behind = 0, 0
         while lengths_of_rows.min() < tokens / texts:
             g = lengths.choose(requests, [MOST] * rows, behind, drafts_end).draft_len
@@ -85,7 +71,7 @@ def seconds_a_token(
             time += behind * width * cost if asked else 0
             if drift:
                 pace += drift * np.sqrt(2 / 30) * generator.normal() - pace / 30
-            lengths.observe(g, time * generator.lognormal(pace, noise), requests, outcomes, behind)
+            lengths.observe(requests, told(g, time * generator.lognormal(pace, noise), outcomes), behind)
             behind = 0 if asked else behind + 1
             elapsed += time
     return elapsed / tokens
@@ -167,24 +153,24 @@ def test_times_that_are_no_straight_line(rows: int, alpha: float, step: int) -> 
 
 def test_a_new_batch_size_begins_with_what_others_have_told() -> None:
     lengths = DraftLength(4, None)
-    rows = [Row(), Row(), Row()]
+    rows = [text(), text(), text()]
     for _ in range(60):
         g = lengths.choose(rows, [4] * 3).draft_len
-        lengths.observe(g, 0.01 + 0.001 * g, rows, [(g, g)] * 3)
+        lengths.observe(rows, told(g, 0.01 + 0.001 * g, [(g, g)] * 3))
     chosen = []
     for _ in range(12):
         g = lengths.choose(rows[:2], [4] * 2).draft_len
-        lengths.observe(g, 0.01 + 0.001 * g, rows[:2], [(g, g)] * 2)
+        lengths.observe(rows[:2], told(g, 0.01 + 0.001 * g, [(g, g)] * 2))
         chosen.append(g)
-    assert chosen == [4] * 12, "no time of it was measured, and none but drafting promises anything"
+    assert chosen == [0] * 2 + [4] * 10, "T(0) is measured, and then none but drafting promises anything"
 
 
 def test_a_new_batch_size_where_drafting_has_not_paid() -> None:
-    lengths, rows = DraftLength(4, None), [Row(), Row(), Row()]
+    lengths, rows = DraftLength(4, None), [text(), text(), text()]
     for count in (3, 2, 1):
         for _ in range(40):
             g = lengths.choose(rows[:count], [4] * count).draft_len
-            lengths.observe(g, 0.01 * (1 + g), rows[:count], [(0, min(1, g))] * count)
+            lengths.observe(rows[:count], told(g, 0.01 * (1 + g), [(0, min(1, g))] * count))
         assert not lengths.drafting
 
 
@@ -248,7 +234,7 @@ def test_no_kind_of_draft_is_slower_whether_it_is_good_or_useless(kind: Kind, ro
     assert chosen(0.0) <= 1 / 0.97
     best = min(seconds_of_fixed(g, 0.85, **run) for g in range(0, MOST + 1, 2))
     assert best < 0.9
-    assert chosen(0.85) <= 1.08 * best
+    assert chosen(0.85) <= 1.1 * best, "drafts that end do so by chance here, not where they no longer pay"
 
 
 @pytest.mark.quick("0.0-0.03-0.03-4", "0.8-1.0-0.06-1")
@@ -272,32 +258,32 @@ def test_a_draft_that_becomes_good_is_found_again() -> None:
     lengths = DraftLength(MOST, None)
     assert seconds_a_token(lengths, lambda _: 0.0, 0.03, 0.05) > 0.97
     assert not lengths.drafting
-    assert lengths.choose([Row()], [MOST]).draft_len <= 1
+    assert lengths.choose([text()], [MOST]).draft_len <= 1
     found = seconds_a_token(lengths, lambda _: 0.9, 0.03, 0.05, tokens=12_000)
     assert found < 1.25 * min(fixed(0.9, 0.03, 0.05))
 
 
 def test_a_slow_round_rules_nothing_out() -> None:
     """Preparing a length takes long, once, and is not timed; the first round that is may have bad luck."""
-    lengths, row, calls = DraftLength(4, None), Row(), [0] * 5
+    lengths, row, calls = DraftLength(4, None), text(), [0] * 5
     for _ in range(400):
         g = lengths.choose([row], [4]).draft_len
         calls[g] += 1
         seconds = [None, 0.5 if g > 1 else 0.01][calls[g] - 1] if calls[g] <= 2 else 0.01 + 0.001 * g
-        lengths.observe(g, seconds, [row], [(g, g)])
+        lengths.observe([row], told(g, seconds, [(g, g)]))
     assert lengths.choose([row], [4]).draft_len == 4
     assert calls[4] > 300
 
 
 def test_what_went_well_for_long_pays_for_no_losses() -> None:
-    lengths, row = DraftLength(4, None), Row()
+    lengths, row = DraftLength(4, None), text()
 
     def lost(rounds: int, cost: float) -> float:
         seconds = [0.02 + cost * lengths.choose([row], [4]).draft_len]
         for _ in range(rounds):
             g = lengths.choose([row], [4]).draft_len
             seconds.append(0.02 + cost * g)
-            lengths.observe(g, seconds[-1], [row], [(0, min(1, g))] if cost else [(g, g)])
+            lengths.observe([row], told(g, seconds[-1], [(0, min(1, g))] if cost else [(g, g)]))
         return sum(seconds) / (0.02 * len(seconds)) - 1
 
     # 1000 seconds, after which 0.033 are lost; if Trials forgot nothing it would be 0.058.
@@ -307,17 +293,17 @@ def test_what_went_well_for_long_pays_for_no_losses() -> None:
 
 def test_a_row_that_can_use_no_drafts_gets_none() -> None:
     lengths = DraftLength(MOST, None)
-    rows = [Row(), Row()]
+    rows = [text(), text()]
     for _ in range(20):
-        lengths.observe(lengths.choose(rows, [MOST, MOST]).draft_len, 0.01, rows, [(1, 1), (1, 1)])
+        lengths.observe(rows, told(lengths.choose(rows, [MOST, MOST]).draft_len, 0.01, [(1, 1), (1, 1)]))
     assert lengths.choose(rows, [0, 0]).draft_len == 0
     assert lengths.choose(rows, [1, 0]).draft_len <= 1
 
 
 def test_a_fixed_length_is_always_the_answer() -> None:
     lengths = DraftLength(MOST, 3)
-    row = Row()
-    lengths.observe(3, 1.0, [row], [(0, 1)])
+    row = text()
+    lengths.observe([row], told(3, 1.0, [(0, 1)]))
     assert lengths.choose([row], [MOST]).draft_len == 3
 
 
@@ -339,3 +325,38 @@ def test_the_text_does_not_depend_on_the_lengths_chosen(engines: Path, params: S
             ties += near_ties(engines / "target", expected.output, request.output, request.prompt)
     assert ties <= 2
     assert len(drafted) > 1
+
+
+SECONDS = [1.0, 1.3, 1.65, 2.0, 2.5]
+"""Times of rounds with 0 to 4 draft tokens a row."""
+
+
+def test_a_rows_own_rate_sets_its_length() -> None:
+    """Whose drafts do not end by themselves, as of sampled texts."""
+    lengths = DraftLength(4, None, lambda _: ExpectedTimes(SECONDS), skips_unused_tokens=True)
+    good, bad = text(), text()
+    for _ in range(40):
+        lens = lengths.choose([good, bad], [4, 4]).lens
+        accepted = [(lens[0], lens[0]), (0, min(1, lens[1]))]
+        lengths.observe([good, bad], told(sum(lens) / 2, float(np.interp(sum(lens) / 2, range(5), SECONDS)), accepted))
+    assert lens[0] >= 3
+    assert not lens[1]
+
+
+def test_drafts_end_where_the_batch_writes_more_in_the_same_time() -> None:
+    """At a token a second and row: a row's token takes 0.3 - 0.1 seconds of all four, a draft step 0.1."""
+    for skips in (True, False):
+        lengths = DraftLength(4, None, lambda _: ExpectedTimes(SECONDS, 0.1), skips_unused_tokens=skips)
+        rows = [text() for _ in range(4)]
+        for _ in range(300):
+            lengths.observe(rows, told(0, 1.0, [(0, 0)] * 4))
+            lengths.observe(rows, told(2, 2.0, [(1, 2)] * 4))
+        plan = lengths.choose(rows, [4] * 4, drafts_end=True)
+        rate = 8 / 2.0
+        steps = np.diff(SECONDS) * 1.2  # The pace: 2 drafts should have taken 1.65.
+        if skips:
+            np.testing.assert_allclose(plan.min_step_gain, [rate * 0.1] * 4, rtol=0.3)
+            np.testing.assert_allclose(plan.min_survival, rate * (steps - 0.1) / 4, rtol=0.5)
+        else:
+            assert not plan.min_survival
+            np.testing.assert_allclose(plan.min_step_gain, rate * steps, rtol=0.5)

@@ -11,8 +11,8 @@ import pytest
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.pass_times import PassTimes
-from specrun.scheduler.round_times import expected_by_passes
-from tests.helpers.row import Row
+from specrun.speculative.round_times import expected_by_passes
+from tests.helpers.told_rounds import text
 
 TIMES = PassTimes(rows=(1, 4), tokens=(1, 2, 11), seconds=((1.0, 1.2, 3.0), (2.0, 2.4, 12.0)))
 
@@ -40,4 +40,4 @@ def test_engines_are_timed_and_auto_begins_with_that(engines: Path, tmp_path: Pa
             config["pass_times"] = {**times.model_dump(), "seconds": promising} if timed else None
             (tmp_path / name / "config.json").write_text(json.dumps(config))
         with SpeculativeDecoder.open(tmp_path / "target", tmp_path / "draft") as decoder:
-            assert bool(decoder.scheduler.lengths.choose([Row()], [10]).draft_len) == timed
+            assert bool(decoder.scheduler.lengths.choose([text()], [10]).draft_len) == timed
