@@ -99,7 +99,7 @@ def _check_of(hint: Any) -> _Check:
         if not isinstance(extra, Limit):
             return extra  # type: ignore[no-any-return]
         inner = _check_of(kind)
-        return lambda name, value: None if (found := inner(name, value)) is None else extra.check(name, found)
+        return lambda name, value: None if (checked := inner(name, value)) is None else extra.check(name, checked)
     if origin in (Union, UnionType) and NoneType in parts:
         check = _check_of(functools.reduce(operator.or_, (part for part in parts if part is not NoneType)))
         return lambda name, value: None if value is None else check(name, value)
@@ -183,13 +183,13 @@ def wholes(name: str, value: Any) -> list[int]:
     """Whole numbers. Raises RequestError, naming the argument."""
     items = _items(name, value, "whole numbers")
     try:
-        found = [operator.index(item) for item in items]  # Prompts are long, and nearly always what they should be.
+        integers = [operator.index(item) for item in items]  # Prompts are long, and nearly always what they should be.
     except TypeError:
-        found = [whole(name, item) for item in items]
-    for worst in (min(found, default=0), max(found, default=0)):
+        integers = [whole(name, item) for item in items]
+    for worst in (min(integers, default=0), max(integers, default=0)):
         if not -(2**63) <= worst < 2**63:
             raise RequestError(f"{name} {show(worst)}: expected numbers of 64 bits")
-    return found
+    return integers
 
 
 def _items(name: str, value: Any, expected: str) -> Sequence[Any]:

@@ -299,8 +299,8 @@ def check_pair(
 
 def _model(name: str, value: str | Path) -> str | Path:
     """A model as it was given: a text may be a Hub ID. Raises RequestError for what is no path."""
-    found = path(name, value)
-    return value if isinstance(value, str) else found
+    checked = path(name, value)
+    return value if isinstance(value, str) else checked
 
 
 def _require_one(requests: list[Request]) -> list[Request]:

@@ -29,22 +29,22 @@ def describe_inputs(sources: Mapping[str, Path], known: Provenance | Inputs | No
 
     known: where checksums were noted down before.
     """
-    found = Inputs({}, {})
+    inputs = Inputs({}, {})
     for source, path in sources.items():
         for file in _files(path) if path.is_dir() else [path]:
             name = f"{source}/{file.name}" if path.is_dir() else source
-            found.input_states[name] = state_of(file)
+            inputs.input_states[name] = state_of(file)
             if known and name in known.inputs and is_unchanged(file, known.input_states.get(name, [])):
-                found.inputs[name] = known.inputs[name]
+                inputs.inputs[name] = known.inputs[name]
             else:
-                found.inputs[name] = checksum_of(file)
-    return found
+                inputs.inputs[name] = checksum_of(file)
+    return inputs
 
 
 def _files(directory: Path) -> list[Path]:
     """What a checkpoint's conversion may read, in the order of the names."""
-    found = {path for pattern in _SMALL for path in directory.glob(pattern)}
-    return sorted(path for path in {*found, *_weights(directory)} if path.is_file())
+    small = {path for pattern in _SMALL for path in directory.glob(pattern)}
+    return sorted(path for path in {*small, *_weights(directory)} if path.is_file())
 
 
 def _weights(directory: Path) -> Iterator[Path]:

@@ -47,27 +47,27 @@ def own_version() -> str:
     return f"{specrun.__version__}+{digest.hexdigest()[:12]}"
 
 
-def difference(found: Provenance, wanted: Provenance) -> str | None:
+def difference(actual: Provenance, wanted: Provenance) -> str | None:
     """In what a directory differs from the one that is wanted, behind "made"; None where it is the same."""
-    if found.options is None:
+    if actual.options is None:
         return "by an earlier release, which did not note down from what"
-    if found.tool != wanted.tool:
-        return f"by {found.tool}"
-    if name := _first(found.options, wanted.options or {}):
-        ours, theirs = (_shown((made.options or {}).get(name)) for made in (wanted, found))
+    if actual.tool != wanted.tool:
+        return f"by {actual.tool}"
+    if name := _first(actual.options, wanted.options or {}):
+        ours, theirs = (_shown((made.options or {}).get(name)) for made in (wanted, actual))
         return f"with --{name} {theirs}, not {ours}"
-    if name := _first(found.inputs, wanted.inputs):
+    if name := _first(actual.inputs, wanted.inputs):
         return f"from another {name}"
-    if name := _first(found.versions, wanted.versions):
-        return f"with {name} {found.versions.get(name, 'none')}, not {wanted.versions.get(name, 'none')}"
-    if found.machine != wanted.machine:
-        return f"for another machine ({found.machine}; not {wanted.machine})"
+    if name := _first(actual.versions, wanted.versions):
+        return f"with {name} {actual.versions.get(name, 'none')}, not {wanted.versions.get(name, 'none')}"
+    if actual.machine != wanted.machine:
+        return f"for another machine ({actual.machine}; not {wanted.machine})"
     return None
 
 
-def _first(found: Mapping[str, object], wanted: Mapping[str, object]) -> str | None:
+def _first(actual: Mapping[str, object], wanted: Mapping[str, object]) -> str | None:
     """The first name whose values differ."""
-    return next((name for name in {**wanted, **found} if found.get(name) != wanted.get(name)), None)
+    return next((name for name in {**wanted, **actual} if actual.get(name) != wanted.get(name)), None)
 
 
 def _shown(value: object) -> str:
@@ -84,17 +84,17 @@ def made_before(output: Path, model: type[Config]) -> Config | None:
         return None
 
 
-def require_same(output: Path, found: Config, wanted: Provenance) -> None:
+def require_same(output: Path, actual: Config, wanted: Provenance) -> None:
     """Raise OutputExistsError unless ``output`` holds what would be made now, whole."""
-    if differs := what_differs(output, found, wanted):
+    if differs := what_differs(output, actual, wanted):
         raise OutputExistsError(f"{output}: exists, {differs}; {_ADVICE}")
 
 
-def what_differs(directory: Path, found: Config, wanted: Provenance) -> str | None:
-    """Why ``directory``, which ``found`` describes, is not what would be made now; None where it is, and is whole."""
-    if differs := difference(found.provenance, wanted):
+def what_differs(directory: Path, actual: Config, wanted: Provenance) -> str | None:
+    """Why ``directory``, which ``actual`` describes, is not what would be made now; None where it is, and is whole."""
+    if differs := difference(actual.provenance, wanted):
         return f"and was made {differs}"
-    for name, info in found.files.items():
+    for name, info in actual.files.items():
         path = directory / name
         if not path.is_file() or path.stat().st_size != info.bytes or describe_file(path) != info:
             return f"but {name} is missing or was altered"

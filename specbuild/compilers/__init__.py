@@ -48,21 +48,23 @@ def choose(
     timing_cache: a file of tensorrt's.
     """
     kind, _, number = (device or "").partition(":")
-    found = _choose(backend, kind, int(number or 0), compute_capabilities, timing_cache)
-    if timing_cache and found[0] != "tensorrt":
-        hint = "; its kernels are compiled where they run, and specrun keeps them" if found[0] == "tensorrt_rtx" else ""
-        raise BackendError(f"--timing_cache is supported only by tensorrt, not by {found[0]}{hint}; leave it out")
-    if compute_capabilities and found[0] != "tensorrt_rtx":
+    choice = _choose(backend, kind, int(number or 0), compute_capabilities, timing_cache)
+    if timing_cache and choice[0] != "tensorrt":
+        hint = (
+            "; its kernels are compiled where they run, and specrun keeps them" if choice[0] == "tensorrt_rtx" else ""
+        )
+        raise BackendError(f"--timing_cache is supported only by tensorrt, not by {choice[0]}{hint}; leave it out")
+    if compute_capabilities and choice[0] != "tensorrt_rtx":
         raise BackendError(
-            f"--compute_capabilities is supported only by tensorrt_rtx, not by {found[0]}; leave it out, or give "
+            f"--compute_capabilities is supported only by tensorrt_rtx, not by {choice[0]}; leave it out, or give "
             "--backend tensorrt_rtx"
         )
-    if number and found[0] != "tensorrt":
+    if number and choice[0] != "tensorrt":
         raise BackendError(
-            f"--device {device}: an engine of {found[0]} is for no GPU in particular; give --device {kind} here, and "
+            f"--device {device}: an engine of {choice[0]} is for no GPU in particular; give --device {kind} here, and "
             "the GPU's number to specrun"
         )
-    return found
+    return choice
 
 
 def _choose(

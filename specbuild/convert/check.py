@@ -127,28 +127,28 @@ def _has_template(directory: Path) -> bool:
 
 def compare(target: Checked, draft: Checked) -> list[str]:
     """What is to be known of the two as a pair: one sentence each."""
-    found = []
+    notes = []
     share = draft.weights.nbytes / target.weights.nbytes
     said = "small enough to pay off" if share < 0.2 else "few drafts of this size pay off; a tenth is usual"
     if share > 1:
         said = "the target comes first, so the two may be swapped"
     elif target == draft:
         said = "they are one model, which saves nothing as its own draft"
-    found.append(f"the draft's weights have {share:.0%} of the target's bytes: {said}")
+    notes.append(f"the draft's weights have {share:.0%} of the target's bytes: {said}")
     if target.tokenizer is None or draft.tokenizer is None:
-        found.append("one has no tokenizer, so it cannot be said whether they read the same tokens")
+        notes.append("one has no tokenizer, so it cannot be said whether they read the same tokens")
     elif target.tokenizer == draft.tokenizer:
-        found.append("the tokenizers are the same")
+        notes.append("the tokenizers are the same")
     else:
-        found.append(
+        notes.append(
             f"the tokenizers differ ({target.tokenizer.vocab_size} and {draft.tokenizer.vocab_size} tokens); a draft "
             "of the target's own family usually has its tokenizer"
         )
     if draft.positions < target.positions:
-        found.append(
+        notes.append(
             f"the draft was trained for {draft.positions} positions and the target for {target.positions}: convert "
             f"both with --max_seq_len {draft.positions}"
         )
     if draft.vocab_size != target.vocab_size and not math.isclose(draft.vocab_size, target.vocab_size, rel_tol=0.05):
-        found.append(f"their logits have {target.vocab_size} and {draft.vocab_size} entries")
-    return found
+        notes.append(f"their logits have {target.vocab_size} and {draft.vocab_size} entries")
+    return notes

@@ -32,15 +32,15 @@ def convert(options: ConvertOptions, stages: Stages | None = None) -> Checkpoint
     stages = stages or Stages()
     require_packages(*PACKAGES, *(["onnxruntime"] if options.verify else []))
     output_dir = Path(options.output_dir)
-    stopped, found = require_sound(options)
+    stopped, earlier = require_sound(options)
     directories = locate_inputs(options)  # Outside a stage, which has a bar: the Hub's client has bars of its own.
-    if found is not None:
+    if earlier is not None:
         with stages.stage("compare with what is there"):
-            require_same(output_dir, found, made_of(CONVERT, options, directories, found.provenance))
+            require_same(output_dir, earlier, made_of(CONVERT, options, directories, earlier.provenance))
         if stopped is not None:  # Killed behind its last step.
             stopped.remove()
         stages.say(f"{output_dir} is up to date")
-        return found
+        return earlier
     model = directories["model_dir"]
     with stages.stage("check checkpoint"), named(str(origin_of(model)), model):
         source = read_source(options, directories, stages)
@@ -70,10 +70,10 @@ def require_sound(options: ConvertOptions) -> tuple[Run | None, CheckpointConfig
     options.require_consistent()
     output_dir = Path(options.output_dir)
     stopped = stopped_run(output_dir, options.resume, options.force)
-    found = None if options.force else made_before(output_dir, CheckpointConfig)
-    if found is None:
+    earlier = None if options.force else made_before(output_dir, CheckpointConfig)
+    if earlier is None:
         require_free(output_dir, options.force)
-    return stopped, found
+    return stopped, earlier
 
 
 def _summarize(config: CheckpointConfig, source: Source, options: ConvertOptions, stages: Stages) -> None:

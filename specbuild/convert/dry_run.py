@@ -34,14 +34,16 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
     require_packages("torch", "transformers", "safetensors", "onnx_ir")
     if options.head_of is not None:
         raise BuildConfigError("--dry_run cannot be combined with --head_of: converting a head takes seconds")
-    stopped, found = require_sound(options)
+    stopped, earlier = require_sound(options)
     with described_inputs(options) as (directories, download):
-        if found is not None and not download:
+        if earlier is not None and not download:
             with stages.stage("compare with what is there"):
-                require_same(Path(options.output_dir), found, made_of(CONVERT, options, directories, found.provenance))
+                require_same(
+                    Path(options.output_dir), earlier, made_of(CONVERT, options, directories, earlier.provenance)
+                )
             would_be = "left as it is: it is up to date"
         else:
-            would_be = "converted" if found is None else "compared with the download"
+            would_be = "converted" if earlier is None else "compared with the download"
         if stopped and not download:
             with stages.stage("compare with the run that has stopped"):
                 stopped.require_same(made_of(CONVERT, options, directories, stopped.made))

@@ -54,18 +54,18 @@ def locate_inputs(options: ConvertOptions) -> dict[str, Path]:
     """
     code, pickles = options.trust_remote_code, options.allow_pickle
     is_head = options.head_of not in (None, options.model)
-    found = {
+    directories = {
         "model_dir": locate(
             options.model, options.revision, code=code and not is_head, head=is_head, pickles=is_head and pickles
         )
     }
-    same = found["model_dir"]
+    same = directories["model_dir"]
     if options.head is not None:
         is_same = options.head == options.model
-        found["head"] = same if is_same else locate(options.head, None, "--head", head=True, pickles=pickles)
+        directories["head"] = same if is_same else locate(options.head, None, "--head", head=True, pickles=pickles)
     if options.head_of is not None:
-        found["head_of"] = locate(options.head_of, None, "--head_of", code=code) if is_head else same
-    return found
+        directories["head_of"] = locate(options.head_of, None, "--head_of", code=code) if is_head else same
+    return directories
 
 
 @contextmanager
@@ -75,12 +75,12 @@ def described_inputs(options: ConvertOptions) -> Iterator[tuple[dict[str, Path],
     Heads are small, and downloaded. Raises CheckpointError.
     """
     with described(options.model, options.revision, "--model_dir", options.trust_remote_code) as (directory, download):
-        found = {"model_dir": directory}
+        directories = {"model_dir": directory}
         if options.head == options.model:
-            found["head"] = directory
+            directories["head"] = directory
         elif options.head is not None:
-            found["head"] = locate(options.head, None, "--head", head=True, pickles=options.allow_pickle)
-        yield found, download
+            directories["head"] = locate(options.head, None, "--head", head=True, pickles=options.allow_pickle)
+        yield directories, download
 
 
 def made_of(

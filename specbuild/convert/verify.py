@@ -72,18 +72,18 @@ def compare(
 def _judge(walk: _Walk, info: GraphInfo) -> float:
     tolerance = DTYPES[info.dtype].tolerance
     where = f" behind {walk.reference.start} tokens" if walk.reference.start else ""
-    found = {
+    differences = {
         LOGITS: walk.difference(),
         **({"features": walk.feature_difference()} if walk.features is not None else {}),
     }
-    for what, (difference, scale) in found.items():
+    for what, (difference, scale) in differences.items():
         if not difference <= tolerance * scale:
             raise VerificationError(
                 f"the exported graph and the model disagree{where}: largest {what} difference {difference:.3g}, "
                 f"expected at most {tolerance * scale:.3g} ({tolerance:g} of the largest); "
                 "please report the model, --no-verify skips the check"
             )
-    return found[LOGITS][0]
+    return differences[LOGITS][0]
 
 
 class _Walk:
@@ -129,9 +129,9 @@ class _Walk:
                 cache[state.past_name] = np.zeros(shape, np.float32)
         for values in self.values:
             feeds = {name: cache[name] if name in cache else values[name] for name in piece.inputs}
-            found = dict(zip(piece.outputs, session.run(piece.outputs, feeds), strict=True))
-            cache |= {past: found[present] for present, past in pasts.items() if present in found}
-            values |= found
+            computed = dict(zip(piece.outputs, session.run(piece.outputs, feeds), strict=True))
+            cache |= {past: computed[present] for present, past in pasts.items() if present in computed}
+            values |= computed
             for name in values.keys() - piece.later - {LOGITS}:
                 del values[name]
         if self.reference.features is not None:
@@ -155,10 +155,10 @@ class _Walk:
             for row, new in enumerate(step):
                 expected = self.reference.logits[row, starts[row] : starts[row] + new]
                 logits = values[LOGITS][row, :new]
-                found = finite(logits[:, self.tokens], f"the exported graph's {LOGITS}")
-                if np.isfinite(logits).sum() != found.size:
+                checked = finite(logits[:, self.tokens], f"the exported graph's {LOGITS}")
+                if np.isfinite(logits).sum() != checked.size:
                     raise VerificationError(f"the graph has {LOGITS} of other tokens than it should have")
-                worst = max(worst, float(np.abs(found - expected[:, self.tokens]).max()))
+                worst = max(worst, float(np.abs(checked - expected[:, self.tokens]).max()))
                 scale = max(scale, float(np.abs(expected).max()))
         return worst, scale
 
@@ -168,8 +168,8 @@ class _Walk:
         if expected is None or self.features is None:
             raise RuntimeError("there are no features to compare")
         for row, total in enumerate(np.sum(self.reference.steps, axis=0)):
-            found = finite(self.features[row, 0, :total], "the exported graph's features")
-            worst = max(worst, float(np.abs(found - expected[row, :total]).max()))
+            checked = finite(self.features[row, 0, :total], "the exported graph's features")
+            worst = max(worst, float(np.abs(checked - expected[row, :total]).max()))
             scale = max(scale, float(np.abs(expected[row, :total]).max()))
         return worst, scale
 

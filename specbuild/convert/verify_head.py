@@ -38,14 +38,14 @@ _LENGTH = 16
 def verify_head(graph: Path, info: GraphInfo, model: GraphModule | Medusa) -> float:
     """Largest absolute difference of logits. Raises VerificationError where it exceeds the dtype's tolerance."""
     if isinstance(model, Medusa):
-        found, expected = _one_pass(graph, info, model)
+        actual, expected = _one_pass(graph, info, model)
     elif isinstance(model, DFlash):
-        found, expected = _blocks(graph, info, model)
+        actual, expected = _blocks(graph, info, model)
     else:
         assert isinstance(model, ChainModule)
-        found, expected = _chain(graph, info, model)
+        actual, expected = _chain(graph, info, model)
     worst = scale = 0.0
-    for own, other in zip(found, expected, strict=True):
+    for own, other in zip(actual, expected, strict=True):
         drafted = np.isfinite(other)
         if own.shape != other.shape or (np.isneginf(own) != ~drafted).any():
             raise VerificationError(f"{graph}: the graph drafts other tokens than the head has")
@@ -74,7 +74,7 @@ def _one_pass(graph: Path, info: GraphInfo, model: Medusa) -> tuple[list[Floats]
     """As ``_chain``, of all heads and of the first one alone."""
     shape = (len(_ROWS), 1, _LENGTH, model.head.hidden_size)
     features = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    session, found = _open(graph), []
+    session, actual = _open(graph), []
     with torch.no_grad(), Float32():
         states = [torch.from_numpy(features[row, 0, length - 2]) for row, length in enumerate(_ROWS)]
         expected = [np.stack([head(state).numpy() for head in model]) for state in states]
@@ -84,8 +84,8 @@ def _one_pass(graph: Path, info: GraphInfo, model: Medusa) -> tuple[list[Floats]
         logits, present = session.run([LOGITS, *info.present_names], {**feeds, info.past_names[0]: features})
         if (present != features).any():
             raise VerificationError(f"{graph}: the graph changes the target's features")
-        found += list(logits)
-    return found, [*expected, *(row[:1] for row in expected)]
+        actual += list(logits)
+    return actual, [*expected, *(row[:1] for row in expected)]
 
 
 def _blocks(graph: Path, info: GraphInfo, model: DFlash) -> tuple[list[Floats], list[Floats]]:
@@ -94,7 +94,7 @@ def _blocks(graph: Path, info: GraphInfo, model: DFlash) -> tuple[list[Floats], 
     tokens = generator.integers(0, model.vocab_size, (len(_ROWS), _LENGTH))
     features = generator.standard_normal((len(_ROWS), _LENGTH, model.head.hidden_size)).astype(np.float32)
     most, masks = min(model.head.num_drafts, _LENGTH - max(_ROWS)), 1 - model.head.sample_from_anchor
-    found, expected = [], []
+    actual, expected = [], []
     for wanted in ((most, 1), (1, most)):
         running = _Running(graph, info, features)
         running.run(tokens, [0] * len(_ROWS), list(_FIRST), [[NOTHING_WANTED]] * len(_ROWS))
@@ -104,10 +104,10 @@ def _blocks(graph: Path, info: GraphInfo, model: DFlash) -> tuple[list[Floats], 
             for start, end, count in zip(_FIRST, ends, wanted, strict=True)
         ]
         logits = running.run(tokens, list(_FIRST), ends, indices)
-        found += [row[:count] for row, count in zip(logits, wanted, strict=True)]
+        actual += [row[:count] for row, count in zip(logits, wanted, strict=True)]
         texts = zip(tokens, features, _ROWS, wanted, strict=True)
         expected += [reference_block(model, text[:length], own, count) for text, own, length, count in texts]
-    return found, expected
+    return actual, expected
 
 
 def reference_block(model: DFlash, text: np.ndarray, features: Floats, wanted: int) -> Floats:

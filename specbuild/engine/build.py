@@ -66,8 +66,8 @@ def plan_engines(engines: list[EngineOptions], force: bool, stages: Stages) -> l
         output, checkpoint = plan.options.output_dir, plan.options.checkpoint_dir
         if output.resolve() == checkpoint.resolve():
             raise BuildConfigError(f"{output}: is the checkpoint itself; choose another --output_dir")
-        if not force and (found := made_before(output, EngineConfig)):
-            require_same(output, found, plan.provenance)
+        if not force and (earlier := made_before(output, EngineConfig)):
+            require_same(output, earlier, plan.provenance)
             stages.say(f"{output} is up to date")
             plans[number] = plan.already_there()
             continue

@@ -112,8 +112,8 @@ def _validate(settings: dict[str, Any], where: str) -> EngineOptions:
         options = EngineOptions.model_validate(settings)
     except ValidationError as error:
         first = error.errors()[0]
-        found = f", found {show(first['input'])}"
-        raise BuildConfigError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}{found}") from error
+        given = f", found {show(first['input'])}"
+        raise BuildConfigError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}{given}") from error
     _check_mode(options, where)
     return options
 

@@ -56,13 +56,13 @@ class EnginePlan:
     def rank_sizes(self) -> list[tuple[int, list[CacheTensor]]]:
         """Of each of several ranks: about how many bytes its weights are, and what it has of caches."""
         widened = graphs.HALF if self.device == "cpu" else ()  # Computed in float32.
-        found = []
+        sizes = []
         for rank in range(self.build.tp_size):
             model = self.shard(rank)
             stored = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
             weights = sum(tensor.nbytes * (2 if tensor.dtype in widened else 1) for tensor in stored)
-            found.append((weights, caches_of(model)))
-        return found
+            sizes.append((weights, caches_of(model)))
+        return sizes
 
     def already_there(self) -> EnginePlan:
         """The same, with ``is_there``."""

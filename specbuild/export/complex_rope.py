@@ -43,15 +43,15 @@ def complex_rope_swaps(model: nn.Module, files: Sequence[Any]) -> list[tuple[Any
     """What stands in the classes of ``model`` and in its modelling ``files`` during the export."""
     name = "apply_rotary_emb"
     classes = {type(part): part for part in model.modules() if type(part).__name__.endswith("RotaryEmbedding")}
-    found: list[tuple[Any, str, Callable[..., Any]]] = [
+    swaps: list[tuple[Any, str, Callable[..., Any]]] = [
         (kind, "forward", angles) for kind, sample in classes.items() if _same_angles(sample)
     ]
-    if found:
+    if swaps:
         for file in files:
             original = getattr(file, name, None)
             if original is not None and list(inspect.signature(original).parameters)[:3] == NAMES:
-                found += [(file, name, partial(rotate, at)) for at in (1, 2) if _same_rotation(original, at)]
-    return found
+                swaps += [(file, name, partial(rotate, at)) for at in (1, 2) if _same_rotation(original, at)]
+    return swaps
 
 
 def _same_angles(sample: Any) -> bool:

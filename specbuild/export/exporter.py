@@ -89,11 +89,11 @@ class ContractModule(nn.Module):
 
     def _states(self, write_indices: torch.Tensor, recurrent: Sequence[torch.Tensor]) -> dict[int, RecurrentStates]:
         """What each recurrent layer keeps."""
-        found: dict[int, RecurrentStates] = {}
+        states: dict[int, RecurrentStates] = {}
         for description, tensor in zip(self.memory.states, recurrent[2:], strict=True):
             progress = Progress(write_indices, *recurrent[:2])
-            found.setdefault(description.layer, RecurrentStates(progress)).past[description.part] = tensor
-        return found
+            states.setdefault(description.layer, RecurrentStates(progress)).past[description.part] = tensor
+        return states
 
 
 PREFIX = "model."

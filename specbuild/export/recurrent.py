@@ -243,13 +243,13 @@ SWAPS: dict[str, Callable[..., Any]] = {
 @contextmanager
 def recurrent_functions(files: Sequence[Any]) -> Iterator[None]:
     """While active, the modelling ``files`` call the functions above in place of their own."""
-    found = [(file, name) for file in files for name in SWAPS if hasattr(file, name)]
-    before = [getattr(file, name) for file, name in found]
-    for file, name in found:
+    swapped = [(file, name) for file in files for name in SWAPS if hasattr(file, name)]
+    before = [getattr(file, name) for file, name in swapped]
+    for file, name in swapped:
         setattr(file, name, SWAPS[name])
     try:
         yield
     finally:
-        for (file, name), own in zip(found, before, strict=True):
+        for (file, name), own in zip(swapped, before, strict=True):
             setattr(file, name, own)
         _active.clear()

@@ -195,8 +195,8 @@ def asks_shape(func: Any) -> bool:
 
 def part_of(weight: nn.Parameter) -> tuple[nn.Parameter, int | None]:
     """The stacked experts and the number of one, where ``weight`` is one's; else ``weight`` itself."""
-    found: tuple[nn.Parameter, int | None] = getattr(weight, "part_of", (weight, None))
-    return found
+    part: tuple[nn.Parameter, int | None] = getattr(weight, "part_of", (weight, None))
+    return part
 
 
 class Float32(TorchFunctionMode):

@@ -35,13 +35,13 @@ class AttentionLayer(NamedTuple):
 def attention_layers(model: ir.Model) -> Iterator[AttentionLayer]:
     """Find those of a model that computes in float32, in the graph's order."""
     for node in list(model.graph):
-        found = None
+        layer = None
         if node.op_type == "Attention":
-            found = _one_operator(node)
+            layer = _one_operator(node)
         elif node.op_type == "Reshape":
-            found = _written_out(model, node)
-        if found is not None:
-            yield found
+            layer = _written_out(model, node)
+        if layer is not None:
+            yield layer
 
 
 def _one_operator(node: ir.Node) -> AttentionLayer | None:

@@ -98,13 +98,13 @@ def causal_window(mask: ir.Value, cache_length: int) -> int | None:
         write_indices = np.linspace(0, cache_length - sequence, rows).astype(np.int64)
         sizes = {BATCH: rows, SEQUENCE: sequence, CACHE: cache_length}
         try:
-            found = _evaluate(mask, write_indices, sizes, {})
+            evaluated = _evaluate(mask, write_indices, sizes, {})
         except _Unknown:
             return None
-        window = window or int(np.count_nonzero(found[-1:, ..., -1, :]))
+        window = window or int(np.count_nonzero(evaluated[-1:, ..., -1, :]))
         positions = (write_indices[:, None] + np.arange(sequence))[:, None, :, None]
         keys = np.arange(cache_length)
-        if not np.array_equal(found, (keys <= positions) & (keys > positions - window)):
+        if not np.array_equal(evaluated, (keys <= positions) & (keys > positions - window)):
             return None
     return window
 
@@ -121,14 +121,14 @@ def _evaluate(value: ir.Value, write_indices: Array, sizes: dict[str, int], know
     if node is None:
         raise _Unknown
     if node.op_type == "Shape":
-        found = _shape(node, sizes)
+        array = _shape(node, sizes)
     elif node.op_type in _OPERATORS and all(given is not None for given in node.inputs):
         inputs = [_evaluate(given, write_indices, sizes, known) for given in node.inputs if given is not None]
-        found = _OPERATORS[node.op_type](*inputs)
+        array = _OPERATORS[node.op_type](*inputs)
     else:
         raise _Unknown
-    known[value] = found
-    return found
+    known[value] = array
+    return array
 
 
 def _shape(node: ir.Node, sizes: dict[str, int]) -> Array:
@@ -138,13 +138,13 @@ def _shape(node: ir.Node, sizes: dict[str, int]) -> Array:
     attributes = node.attributes
     start = attributes["start"].as_int() if "start" in attributes else 0
     end = attributes["end"].as_int() if "end" in attributes else len(shape)
-    found = []
+    lengths = []
     for size in shape[start:end]:
         known = size if isinstance(size, int) else sizes.get(str(size))
         if known is None:
             raise _Unknown
-        found.append(known)
-    return np.array(found, np.int64)
+        lengths.append(known)
+    return np.array(lengths, np.int64)
 
 
 def _fits_flash(node: ir.Node) -> bool:

@@ -25,13 +25,13 @@ class CacheUpdate(NamedTuple):
 
 def cache_updates(model: ir.Model) -> list[CacheUpdate]:
     """Those of every tensor of an 8-bit cache; none where the cache is not rounded."""
-    found = []
+    updates = []
     for node in model.graph:
         producer = node.inputs[1].producer() if node.op_type == "TensorScatter" and node.inputs[1] else None
         if producer is not None and producer.op_type == "QuantizeLinear":
             readers = [use.node for use in node.outputs[0].uses() if use.node.op_type == "DequantizeLinear"]
-            found.append(CacheUpdate(producer, node, readers))
-    return found
+            updates.append(CacheUpdate(producer, node, readers))
+    return updates
 
 
 def drop_cache_rounding(model: ir.Model) -> int:

@@ -46,17 +46,17 @@ def mixtures(graph: ir.Graph) -> Iterator[Mixture]:
 
 def _made_of(value: ir.Value, per_expert: set[ir.Value | None]) -> list[ir.Node]:
     """The nodes in ``per_expert`` that ``value`` is computed by, in order."""
-    found: dict[ir.Node, None] = {}
+    inside: dict[ir.Node, None] = {}
 
     def visit(value: ir.Value | None) -> None:
         node = value.producer() if value is not None and value in per_expert else None
-        if node is not None and node not in found:
+        if node is not None and node not in inside:
             for other in node.inputs:
                 visit(other)
-            found[node] = None
+            inside[node] = None
 
     visit(value)
-    return list(found)
+    return list(inside)
 
 
 class Tape:
@@ -132,11 +132,11 @@ def replace(graph: ir.Graph, mixture: Mixture, made: Tape, total: ir.Value) -> N
 
 def rewrite(model: ir.Model, rewrite_one: Callable[[ir.Graph, Mixture], None]) -> int:
     """Let ``rewrite_one`` replace every mixture of ``model``, in place. Returns how many there are."""
-    found = list(mixtures(model.graph))
-    for mixture in found:
+    layers = list(mixtures(model.graph))
+    for mixture in layers:
         rewrite_one(model.graph, mixture)
     RemoveUnusedNodesPass()(model)
-    return len(found)
+    return len(layers)
 
 
 def input_of(node: ir.Node, index: int) -> ir.Value:

@@ -36,8 +36,8 @@ def _numbers(
     channels = 1 - axis if "block_size" in node.attributes else axis
 
     def numbers() -> ir.TensorProtocol:
-        found = times_units(as_float32(codes), as_float32(units), channels)
-        return ir.Tensor(found.astype(dtype.numpy()), dtype=dtype)
+        product = times_units(as_float32(codes), as_float32(units), channels)
+        return ir.Tensor(product.astype(dtype.numpy()), dtype=dtype)
 
     name = f"{node.outputs[0].name}.{dtype.name.lower()}"
     lazy = ir.LazyTensor(numbers, dtype, ir.Shape(list(codes.shape.numpy())), name=name)

@@ -14,7 +14,7 @@ def untie_heads(model: ir.Model) -> int:
 
     ONNX Runtime would make numbers of the whole table in every pass. The new codes are computed when they are read.
     """
-    found = 0
+    count = 0
     for product in [node for node in model.graph if node.op_type == "MatMul"]:
         turn = product.inputs[1].producer() if product.inputs[1] is not None else None
         dequantize = turn.inputs[0].producer() if turn is not None and turn.inputs[0] is not None else None
@@ -22,9 +22,9 @@ def untie_heads(model: ir.Model) -> int:
             continue
         if dequantize.op_type == "DequantizeLinear" and len(turn.outputs[0].uses()) == 1:
             product.replace_input_with(1, _turned(model.graph, dequantize))
-            found += 1
+            count += 1
     RemoveUnusedNodesPass()(model)
-    return found
+    return count
 
 
 def _turned(graph: ir.Graph, dequantize: ir.Node) -> ir.Value:

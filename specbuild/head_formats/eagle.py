@@ -118,9 +118,9 @@ class LayerHead(Head):
 
     def require_fc(self, rows: int, columns: int) -> None:
         """Raise CheckpointError where ``fc.weight`` is of another shape."""
-        if (found := self.shape("fc.weight", 2)) != (rows, columns):
+        if (actual := self.shape("fc.weight", 2)) != (rows, columns):
             raise CheckpointError(
-                f"{self.directory}: fc.weight is {found[0]} x {found[1]}; for this target and the layers that "
+                f"{self.directory}: fc.weight is {actual[0]} x {actual[1]}; for this target and the layers that "
                 f"config.json names it is {rows} x {columns}: it is the head of another target"
             )
 
@@ -252,8 +252,8 @@ def _canonical(name: str) -> str:
 
 def architectures(config: Mapping[str, Any]) -> list[Any]:
     """Those that a configuration names."""
-    found = config.get("architectures")
-    return found if isinstance(found, list) else []
+    names = config.get("architectures")
+    return names if isinstance(names, list) else []
 
 
 def _kind(path: Path, data: Mapping[str, Any], tensors: Mapping[str, Reader]) -> Kind:
@@ -269,10 +269,10 @@ def _kind(path: Path, data: Mapping[str, Any], tensors: Mapping[str, Reader]) ->
 
 def mapping(path: Path, data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A field of a configuration that holds fields; {} where it is missing. Raises CheckpointError."""
-    found = data.get(name) or {}
-    if not isinstance(found, dict):
+    section = data.get(name) or {}
+    if not isinstance(section, dict):
         raise CheckpointError(f"{path}: {name}: expected an object")
-    return found
+    return section
 
 
 def whole(path: Path, data: Mapping[str, Any], name: str) -> int:

@@ -45,11 +45,11 @@ class MtpHead(Head):
     @override
     def check_target(self, target: Path, weights: Weights) -> None:
         """It may be a copy of the target: a quantized one, or one that was trained further."""
-        found = read_json(target / CONFIG_NAME).get("model_type")
-        if found != self.model_type:
+        actual = read_json(target / CONFIG_NAME).get("model_type")
+        if actual != self.model_type:
             raise CheckpointError(
                 f"{self.directory}: its multi-token prediction layer is one of {self.model_type}, and {target} is "
-                f"{found}: it is the head of another target"
+                f"{actual}: it is the head of another target"
             )
 
 

@@ -112,12 +112,12 @@ class DFlash(LayerModule):
     @override
     def logits(self, y: torch.Tensor) -> torch.Tensor:
         """The confidence's logit stands behind them, but for what the token before adds."""
-        found = super().logits(y)
+        logits = super().logits(y)
         if not self.head.has_confidence:
-            return found
+            return logits
         proj: Any = self.confidence_head.proj
         confidence = functional.linear(self.norm(y), proj.weight[:, : self.head.hidden_size], proj.bias)
-        return torch.cat([found, confidence.float()], dim=-1)
+        return torch.cat([logits, confidence.float()], dim=-1)
 
     @override
     def contract(self) -> nn.Module:

@@ -145,11 +145,11 @@ class LayerModule(GraphModule):
 
     @override
     def logits(self, y: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.lm_head(self.norm(y)).float()
+        logits: torch.Tensor = self.lm_head(self.norm(y)).float()
         if self.slots is None:
-            return found
-        nothing = torch.full((*found.shape[:-1], 1), float("-inf"))
-        return torch.cat([found, nothing], dim=-1).index_select(-1, self.slots)
+            return logits
+        nothing = torch.full((*logits.shape[:-1], 1), float("-inf"))
+        return torch.cat([logits, nothing], dim=-1).index_select(-1, self.slots)
 
     def is_elsewhere(self, name: str) -> bool:
         """Whether a tensor of the head has its place elsewhere."""
@@ -237,7 +237,7 @@ def load_parameters(
     elsewhere. Raises CheckpointError where a tensor is missing or of another shape, UnsupportedModelError where it is
     of no use.
     """
-    found, names = {}, dict(module.named_parameters())
+    parameters, names = {}, dict(module.named_parameters())
     if unused := [name for name in head.tensors if name not in names and not is_elsewhere(name)]:
         raise UnsupportedModelError(
             f"{head.directory}: the tensor {unused[0]} is not part of a head as its config.json describes it"
@@ -260,8 +260,8 @@ def load_parameters(
             )
         owner, _, last = name.rpartition(".")
         module.get_submodule(owner).register_parameter(last, placeholder(weight))
-        found[name] = weight
-    return found
+        parameters[name] = weight
+    return parameters
 
 
 def _layer_config(head: LayerHead) -> Any:

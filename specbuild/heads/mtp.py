@@ -87,8 +87,8 @@ class Mtp(ChainModule):
 
     @override
     def logits(self, y: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.lm_head(y)
-        return found.float()
+        logits: torch.Tensor = self.lm_head(y)
+        return logits.float()
 
     def _take_buffers(self) -> set[str]:
         """Read what is stored and no parameter, which is small: a router's bias. Returns the names."""
@@ -106,12 +106,12 @@ class Mtp(ChainModule):
 def _find_tensors(head: MtpHead, model: MtpModel, mapping: list[Any]) -> dict[str, Reader]:
     """Tensors by the names of ``model``, to which ``mapping`` leads. Raises UnsupportedModelError where one is left."""
     stored = stack_numbered(model, mapping, dict(head.tensors))
-    found = find_origins(model, deepcopy(mapping), stored)
-    sources = [one.conversion.sources if isinstance(one, Converted) else [("", one)] for one in found.values()]
+    origins = find_origins(model, deepcopy(mapping), stored)
+    sources = [one.conversion.sources if isinstance(one, Converted) else [("", one)] for one in origins.values()]
     used = {id(reader) for own in sources for _, reader in own}
     if unused := [name for name, reader in stored.items() if id(reader) not in used]:
         raise UnsupportedModelError(
             f"{head.directory}: the tensor {unused[0]} is not part of a multi-token prediction layer of "
             f"{head.model_type}"
         )
-    return found
+    return origins

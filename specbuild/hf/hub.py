@@ -61,8 +61,8 @@ class Repository:
                 raise CheckpointError(
                     f"{self.name}: only pickled weights ({pickled[0]}); --allow_pickle reads them, as tensors alone"
                 )
-            if found := plain or pickled:
-                return found
+            if weights := plain or pickled:
+                return weights
         with named(self.name, self.directory):
             refuse_other_formats(self.directory, self.sizes)
             if not head:

@@ -60,7 +60,7 @@ def without_weights(repository: Repository) -> Iterator[tuple[Path, int]]:
             (Path(name) / present).symlink_to(repository.directory / present)
         revision = repository.revision.initial
         with explained(repository.name, revision, is_download=True), ThreadPoolExecutor(_AT_ONCE) as pool:
-            parts = [part for found in pool.map(partial(_write, repository, Path(name)), missing) for part in found]
+            parts = [part for written in pool.map(partial(_write, repository, Path(name)), missing) for part in written]
             list(pool.map(_fill, parts))
         yield Path(name), sum(repository.sizes[file] for file in missing)
 

@@ -112,13 +112,13 @@ def eos_token_ids(model: PreTrainedModel) -> list[int]:
         ids: Any = getattr(source, "eos_token_id", None)
         if ids is None:
             continue
-        found = ids if isinstance(ids, list) else [ids]
-        if not all(type(token) is int and token >= 0 for token in found):
+        eos_ids = ids if isinstance(ids, list) else [ids]
+        if not all(type(token) is int and token >= 0 for token in eos_ids):
             raise CheckpointError(
                 f"{model.name_or_path}: eos_token_id {ids!r} in generation_config.json or config.json: expected a "
                 "token id, or a list of them"
             )
-        return sorted(set(found))
+        return sorted(set(eos_ids))
     return []
 
 

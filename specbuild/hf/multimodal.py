@@ -65,7 +65,7 @@ def text_tensors(directory: Path, inside: PreTrainedConfig, stored: dict[str, Re
     with torch.device("meta"):
         whole: Any = AutoModelForImageTextToText.from_config(config)
         alone: Any = AutoModelForCausalLM.from_config(inside)
-    found = find_origins(whole, get_model_conversion_mapping(whole), stored)
+    origins = find_origins(whole, get_model_conversion_mapping(whole), stored)
     names = {id(module): name for name, module in whole.named_modules()}
     decoder, head = (names[id(module)] for module in (whole.get_decoder(), whole.get_output_embeddings()))
     own = {id(module): name for name, module in alone.named_modules()}
@@ -73,6 +73,6 @@ def text_tensors(directory: Path, inside: PreTrainedConfig, stored: dict[str, Re
     return {
         new + name.removeprefix(old): tensor
         for old, new in prefixes.items()
-        for name, tensor in found.items()
+        for name, tensor in origins.items()
         if name.startswith(old)
     }

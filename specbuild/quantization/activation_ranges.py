@@ -106,7 +106,7 @@ def _calibrate_batch(
     model: Any, batch: Rows, kv_cache: bool, few: dict[str, int], row: int, kept: KeptInputs | None
 ) -> Amax:
     cache = ObservedCache() if kv_cache else None
-    found: dict[str, float] = {}
+    ranges: dict[str, float] = {}
     experts: dict[str, dict[int, float]] = {}
     squares: dict[str, Floats] = {}
     names, readers = parameter_names(model), NormReaders(model)
@@ -120,7 +120,7 @@ def _calibrate_batch(
                 raise CheckpointError(f"{name}: its input is not finite (NaN or inf) on the text of --calib_dataset")
             squares[name] = squares[name] + own_squares if name in squares else own_squares
             if expert is None:
-                found[name] = max(amax, found.get(name, 0.0))
+                ranges[name] = max(amax, ranges.get(name, 0.0))
                 if kept:
                     kept.keep(name, x, row, batch.shape[1])
             elif x.numel():
@@ -132,7 +132,7 @@ def _calibrate_batch(
         model(input_ids=torch.from_numpy(batch), past_key_values=cache, use_cache=kv_cache, **few)
     if kept:
         kept.forget_last()
-    return Amax(found, experts, cache.amax() if cache else [], squares, readers.found())
+    return Amax(ranges, experts, cache.amax() if cache else [], squares, readers.found())
 
 
 def batches(model: Any, rows: Rows, every_logit: bool) -> Iterator[Rows]:

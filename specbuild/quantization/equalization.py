@@ -89,13 +89,13 @@ class NormReaders(TorchFunctionMode):
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     """Those among some arguments, and in lists of them."""
-    found: list[torch.Tensor] = []
+    readers: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, tuple | list):
-            found += _tensors(value)
+            readers += _tensors(value)
         elif isinstance(value, torch.Tensor):
-            found.append(value)
-    return found
+            readers.append(value)
+    return readers
 
 
 class _Scaled(NamedTuple):
@@ -129,7 +129,7 @@ def equalize(
     readers = defaultdict[str, list[str]](list)
     for name, norm in norms.items():
         readers[norm].append(name)
-    found: dict[str, Floats] = {}
+    factors_by_name: dict[str, Floats] = {}
     for norm, names in readers.items():
         owner = model.get_submodule(norm.rpartition(".")[0])
         loudness = torch.from_numpy(squares[names[0]].copy()).sqrt()
@@ -145,8 +145,8 @@ def equalize(
         factors = torch.where(left == 0, 1.0, gain / torch.where(left == 0, 1.0, left))
         for name in names:
             _replace(model, weights, name, _Scaled(weights[name].reader, factors))
-            found[name] = factors.numpy()
-    return found
+            factors_by_name[name] = factors.numpy()
+    return factors_by_name
 
 
 def _factors(loudness: torch.Tensor) -> torch.Tensor:

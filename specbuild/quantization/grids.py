@@ -64,8 +64,8 @@ class SignedGrid(Grid):
 
     def _stored(self, scales: torch.Tensor) -> torch.Tensor:
         """1 where a group holds zeros only."""
-        found = scales.bfloat16().to(self.scale_type).float()
-        return torch.where(found == 0, 1.0, found)
+        stored = scales.bfloat16().to(self.scale_type).float()
+        return torch.where(stored == 0, 1.0, stored)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _fit_range(groups: torch.Tensor, squares: torch.Tensor) -> Fitted:
     """Scales and minima come from a group's range, and then from the codes that they give, by least squares."""
     low, high, total = groups.amin(dim=2), groups.amax(dim=2), squares.sum(dim=1)
     y = (groups * squares).sum(dim=2)
-    best, found = torch.full_like(low, math.inf), (torch.ones_like(low), torch.zeros_like(low))
+    best, grid = torch.full_like(low, math.inf), (torch.ones_like(low), torch.zeros_like(low))
     for share in _TRIED:
         minima, scales = low * share, _positive((high - low) * share / 15)
         for _ in range(_FITS):
@@ -112,8 +112,8 @@ def _fit_range(groups: torch.Tensor, squares: torch.Tensor) -> Fitted:
         error = codes.mul_(scales[..., None]).add_(minima[..., None]).sub_(groups).square_().mul_(squares).sum(dim=2)
         is_best = error < best
         best = torch.where(is_best, error, best)
-        found = torch.where(is_best, scales, found[0]), torch.where(is_best, minima, found[1])
-    return found
+        grid = torch.where(is_best, scales, grid[0]), torch.where(is_best, minima, grid[1])
+    return grid
 
 
 def _codes(groups: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:

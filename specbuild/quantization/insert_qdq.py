@@ -34,7 +34,7 @@ class WeightedMatMul(NamedTuple):
 
 def weighted_matmuls(model: ir.Model, axes: int = 2) -> list[WeightedMatMul]:
     """The products whose weight is an initializer with so many dimensions, in the order of the graph."""
-    found = []
+    matmuls = []
     for node in model.graph:
         if node.op_type not in ("MatMul", "Gemm"):
             continue
@@ -44,8 +44,8 @@ def weighted_matmuls(model: ir.Model, axes: int = 2) -> list[WeightedMatMul]:
         weight = transpose.inputs[0] if transpose is not None else factor
         if weight is not None and weight.is_initializer() and weight.shape is not None and len(weight.shape) == axes:
             transposed = transpose is not None or bool(node.attributes.get_int("transB", 0))
-            found.append(WeightedMatMul(node, weight, transposed))
-    return found
+            matmuls.append(WeightedMatMul(node, weight, transposed))
+    return matmuls
 
 
 def attach(model: ir.Model, packed: PackedModel, prefix: str) -> None:
@@ -181,8 +181,8 @@ class _Builder:
         """What is added to scaled codes, [K / block, N] or of a table [V, H / block], in the graph's dtype."""
         if packed.offsets is None:
             raise ValueError(f"{self.name}: without offsets")
-        found = self._times_units("offset", packed.offsets, packed.offset_units, packed.axis)
-        return found if found.dtype == self.dtype else self.node("Cast", found, to=int(self.dtype))
+        offset = self._times_units("offset", packed.offsets, packed.offset_units, packed.axis)
+        return offset if offset.dtype == self.dtype else self.node("Cast", offset, to=int(self.dtype))
 
     def block_sums(self, packed: Packed, turned: bool = False) -> ir.Value:
         """[K, K / block]: a product with it adds up each block. Turned: it gives all channels of a block its number."""
@@ -195,14 +195,14 @@ class _Builder:
         self, role: str, values: ir.TensorProtocol, units: ir.TensorProtocol | None, axis: int
     ) -> ir.Value:
         """Scales or offsets, which may be codes with units."""
-        found = self.own(f"{role}s", values)
+        stored = self.own(f"{role}s", values)
         if units is None:
-            return found
+            return stored
         unit, sizes = self.own(f"{role}_units", units), units.shape.numpy()
         attributes = {} if len(sizes) == 0 else {"axis": axis}
         if len(sizes) == 2:
             attributes = {"axis": 1 - axis, "block_size": -(-values.shape.numpy()[1 - axis] // sizes[1 - axis])}
-        return self.node("DequantizeLinear", found, unit, dtype=unit.dtype, **attributes)
+        return self.node("DequantizeLinear", stored, unit, dtype=unit.dtype, **attributes)
 
     def dequantized_experts(self, experts: Sequence[Packed]) -> ir.Value:
         """Stacked experts [E, K, N] of one format behind DequantizeLinear, blocks along K, in the graph's dtype."""

@@ -129,8 +129,8 @@ def _is_stored_as(table: Packed, storage: Storage) -> bool:
 
 def _squares(amax: Amax | None, name: str) -> torch.Tensor | None:
     """Those of a linear layer's inputs; None where no text was read, or none reached it."""
-    found = amax.squares.get(name) if amax else None
-    return torch.from_numpy(found.copy()) if found is not None and found.any() else None
+    squares = amax.squares.get(name) if amax else None
+    return torch.from_numpy(squares.copy()) if squares is not None and squares.any() else None
 
 
 class _Columns:
@@ -172,10 +172,10 @@ def _round(rounding: _Rounding) -> Rounded:
     def make() -> Rounded:
         return round_weight(rounding.weight, form, rounding.block, rounding.squares, inputs)
 
-    found = make() if inputs is None else _once(inputs.rounded, make)
+    result = make() if inputs is None else _once(inputs.rounded, make)
     if not rounding.by_row:
-        return found
-    return Rounded(np.ascontiguousarray(found.codes.T), np.ascontiguousarray(found.scales.T))
+        return result
+    return Rounded(np.ascontiguousarray(result.codes.T), np.ascontiguousarray(result.scales.T))
 
 
 def _once(path: Path, make: Callable[[], Rounded]) -> Rounded:
@@ -184,13 +184,13 @@ def _once(path: Path, make: Callable[[], Rounded]) -> Rounded:
         with np.load(path) as kept:
             kinds = {name: kept[f"{name}.dtype"].item() for name in Rounded._fields if name in kept}
             return Rounded(**{name: kept[name].view(getattr(ml_dtypes, kind, kind)) for name, kind in kinds.items()})
-    found, content, parts = make(), io.BytesIO(), dict[str, npt.NDArray[Any]]()
-    for name, part in found._asdict().items():
+    result, content, parts = make(), io.BytesIO(), dict[str, npt.NDArray[Any]]()
+    for name, part in result._asdict().items():
         if part is not None:  # numpy's files do not know the types of ml_dtypes.
             parts |= {name: part.view(f"u{part.itemsize}"), f"{name}.dtype": np.array(part.dtype.name)}
     np.savez(content, **parts)  # type: ignore[arg-type]
     write_whole(path, content.getbuffer())
-    return found
+    return result
 
 
 def _pack(rounding: _Rounding, rounded: Callable[[_Rounding], Rounded]) -> Packed:
@@ -203,14 +203,14 @@ def _pack(rounding: _Rounding, rounded: Callable[[_Rounding], Rounded]) -> Packe
     left: dict[str, Any] = {}  # Beside codes that were written: the scales of all experts follow the codes of all.
 
     def codes() -> ir.TensorProtocol:
-        found = rounded(rounding)
-        left.update(found._asdict(), codes=None)
-        return ir.Tensor(found.codes, dtype=codes_type)
+        result = rounded(rounding)
+        left.update(result._asdict(), codes=None)
+        return ir.Tensor(result.codes, dtype=codes_type)
 
     def part(name: str, dtype: ir.DataType, shape: list[int]) -> ir.LazyTensor:
         def read() -> ir.TensorProtocol:
-            found = left.pop(name) if name in left else getattr(rounded(rounding), name)
-            return ir.Tensor(found.reshape(shape), dtype=dtype)
+            array = left.pop(name) if name in left else getattr(rounded(rounding), name)
+            return ir.Tensor(array.reshape(shape), dtype=dtype)
 
         return ir.LazyTensor(read, dtype, ir.Shape(shape))
 

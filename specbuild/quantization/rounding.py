@@ -108,7 +108,7 @@ def _round_to_grid(
     """In 4 bits."""
     channels, inputs = weight.shape
     kind, groups = (ml_dtypes.int4 if form == "int4" else ml_dtypes.uint4), inputs // block
-    codes, found = np.empty((inputs, channels), kind), [torch.empty(groups, channels) for _ in range(2)]
+    codes, grids = np.empty((inputs, channels), kind), [torch.empty(groups, channels) for _ in range(2)]
     units = [torch.empty(channels) for _ in range(2)]
     of_groups = squares.reshape(groups, block)
     for own in _slices(weight, _AT_A_TIME if kept is None else _AT_A_TIME_WITH_FEEDBACK):
@@ -125,11 +125,11 @@ def _round_to_grid(
         else:
             own_codes, scales, minima = round_with_feedback(part, block, feedback(kept, inputs, block), grid, squares)
         codes[:, own] = own_codes.numpy().astype(kind)
-        found[0][:, own], found[1][:, own] = scales.T, minima.T
+        grids[0][:, own], grids[1][:, own] = scales.T, minima.T
     if form == "int4":
-        return Rounded(codes, TorchTensor(found[0].to(weight.dtype)).numpy())
+        return Rounded(codes, TorchTensor(grids[0].to(weight.dtype)).numpy())
     scale_codes, minimum_codes = (
-        (part / unit).round_().to(torch.int8).numpy() for part, unit in zip(found, units, strict=True)
+        (part / unit).round_().to(torch.int8).numpy() for part, unit in zip(grids, units, strict=True)
     )
     return Rounded(codes, scale_codes, units[0].numpy(), minimum_codes, units[1].numpy())
 

@@ -67,7 +67,7 @@ def stored_linears(
     names = {entry: name for name, entry in entries.items()}
     parameters = dict(meta_model.model.named_parameters(remove_duplicate=False))
     shared = parameter_names(meta_model.model)
-    found: StoredLinears = {}
+    linears: StoredLinears = {}
     for parameter in packed.linears:
         module, reader = parameter.removesuffix(".weight"), meta_model.weights[parameter].reader
         owner = meta_model.model.get_submodule(module)
@@ -84,16 +84,16 @@ def stored_linears(
             stages.say(f"note: {module} is made of several stored tensors and stays as it is")
         else:
             name = names[reader.entry]
-            found[name] = [StoredLinear(parameter, name.removesuffix(".weight"))]
+            linears[name] = [StoredLinear(parameter, name.removesuffix(".weight"))]
     for parameter in packed.experts:
         owner = meta_model.model.get_submodule(parameter.rpartition(".")[0])
         experts = _stored_experts(parameter, meta_model.weights[parameter].reader, names, bool(owner.is_transposed))
         if not experts:
             stages.say(f"note: {parameter} is made of stored tensors that are turned or mixed, and stays as it is")
-        found |= experts
-    if not found:
+        linears |= experts
+    if not linears:
         raise UnsupportedModelError(f"{source}: these options leave no weight to quantize")
-    return found
+    return linears
 
 
 def _stored_experts(parameter: str, reader: Reader, names: dict[Entry, str], is_transposed: bool) -> StoredLinears:
@@ -107,7 +107,7 @@ def _stored_experts(parameter: str, reader: Reader, names: dict[Entry, str], is_
         return {
             name: [StoredLinear(parameter, f"{module}.{number}.{last}", number) for number in range(reader.shape[0])]
         }
-    found: StoredLinears = {}
+    linears: StoredLinears = {}
     stacked = reader.experts() if isinstance(reader, Converted) and not is_transposed else []
     for number, sources in enumerate(stacked):
         stops = list(itertools.accumulate(source.shape[0] for source in sources))
@@ -115,8 +115,8 @@ def _stored_experts(parameter: str, reader: Reader, names: dict[Entry, str], is_
             if not isinstance(source, StoredTensor):
                 return {}
             name = names[source.entry]
-            found[name] = [StoredLinear(parameter, name.removesuffix(".weight"), number, (start, stop))]
-    return found
+            linears[name] = [StoredLinear(parameter, name.removesuffix(".weight"), number, (start, stop))]
+    return linears
 
 
 def output_bytes(entries: dict[str, Entry], linears: StoredLinears, packed: PackedModel) -> int:
@@ -131,7 +131,7 @@ def stored_cache(
     source: Path, model: Any, linears: StoredLinears, cache: CacheRounding | None
 ) -> dict[str, torch.Tensor]:
     """The scales of an 8-bit cache by their names in the files. Raises UnsupportedModelError."""
-    found: dict[str, torch.Tensor] = {}
+    cache_tensors: dict[str, torch.Tensor] = {}
     for layer in range(len(cache.tensors) // 2 if cache else 0):
         attention = [
             name
@@ -145,8 +145,8 @@ def stored_cache(
             )
         name = _in_files(attention[0], linears)
         for kind, rounding in zip(CACHE_SCALES, cache.layer(layer), strict=True):
-            found[f"{name}.{kind}"] = cache_scales(rounding, cache.dtype)
-    return found
+            cache_tensors[f"{name}.{kind}"] = cache_scales(rounding, cache.dtype)
+    return cache_tensors
 
 
 def _in_files(module: str, linears: StoredLinears) -> str:
@@ -226,8 +226,8 @@ def read_back(
     stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(work).entries.items()}
     config = read_model_config(work, trust_remote_code)
     loaded = load_meta_model(work, config, "auto", trust_remote_code, with_packed(scheme, stored))
-    found = packed_linears(loaded.model, scheme, loaded.weights, [])
+    linears = packed_linears(loaded.model, scheme, loaded.weights, [])
     if cache is None:
-        return found, None
+        return linears, None
     shapes = [CacheTensor(heads=len(own.factors), head_dim=own.factors.shape[1]) for own in cache.tensors]
-    return found, stored_rounding(scheme, stored, shapes, torch.float32)
+    return linears, stored_rounding(scheme, stored, shapes, torch.float32)

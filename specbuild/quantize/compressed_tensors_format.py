@@ -133,11 +133,11 @@ def configuration(modules: Mapping[str, Packed], dense: list[str], kv_cache: Cac
 
 def targets(modules: Iterable[str]) -> list[str]:
     """``modules`` as configurations name them: experts of a layer, which are stored alike, by one pattern."""
-    found = set()
+    ignored = set()
     for name in modules:
         pattern = r"\.experts\.\d+\.".join(re.escape(part) for part in _EXPERT.split(name))
-        found.add(f"re:{pattern}$" if _EXPERT.search(name) else name)
-    return sorted(found, key=lambda name: (name.startswith("re:"), name))
+        ignored.add(f"re:{pattern}$" if _EXPERT.search(name) else name)
+    return sorted(ignored, key=lambda name: (name.startswith("re:"), name))
 
 
 def _cache_scheme(kv_cache: CacheCode) -> dict[str, Any]:

@@ -86,5 +86,5 @@ def _fingerprint(directory: Path, trust_remote_code: bool) -> str | None:
     with tempfile.TemporaryDirectory() as name:
         if not save_tokenizer(directory, Path(name), trust_remote_code):
             return None
-        found = describe_tokenizer(Path(name))
-        return None if found is None else found.fingerprint
+        described = describe_tokenizer(Path(name))
+        return None if described is None else described.fingerprint

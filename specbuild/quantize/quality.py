@@ -82,12 +82,12 @@ def measure(
             for number, side in enumerate((original, quantized)):
                 sums.accepted[number] += int((side[:, :-1].argmax(dim=-1) == proposed).sum())
         for ids, one, other in zip(batch, original, quantized, strict=True):
-            expected, found = (logits[:-1].log_softmax(dim=-1) for logits in (one, other))
+            expected, actual = (logits[:-1].log_softmax(dim=-1) for logits in (one, other))
             following = torch.from_numpy(ids[1:, None])
-            for number, side in enumerate((expected, found)):
+            for number, side in enumerate((expected, actual)):
                 sums.surprise[number] -= float(side.gather(1, following).sum())
-            sums.kl += float((expected.exp() * (expected - found)).sum())
-            sums.same += int((expected.argmax(dim=-1) == found.argmax(dim=-1)).sum())
+            sums.kl += float((expected.exp() * (expected - actual)).sum())
+            sums.same += int((expected.argmax(dim=-1) == actual.argmax(dim=-1)).sum())
             sums.count += len(following)
         part.keep(part.rows + len(batch), asdict(sums))
         advance(len(batch))

@@ -142,8 +142,8 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
 def _recipes(options: QuantizeOptions) -> list[Recipe]:
     """The recipe that was asked for, or all that ``auto`` chooses from. Raises BuildConfigError."""
     names = AUTO if options.qformat == "auto" else (options.qformat,)
-    found = (make_recipe(name, options.group_size, options.exclude) for name in names)
-    return [replace(recipe, head=options.lm_head, embeddings=False, for_others=True) for recipe in found if recipe]
+    recipes = (make_recipe(name, options.group_size, options.exclude) for name in names)
+    return [replace(recipe, head=options.lm_head, embeddings=False, for_others=True) for recipe in recipes if recipe]
 
 
 def _choose(recipes: list[Recipe], source: Quantizable, run: Run, stages: Stages) -> Recipe:
@@ -165,10 +165,10 @@ def _choose(recipes: list[Recipe], source: Quantizable, run: Run, stages: Stages
         part, weights = run.part(f"try {recipe.qformat}"), source.meta_model.weights
         packed = pack_model(model, recipe, weights, amax, kept)
         with part.stage(stages, f"try {recipe.qformat}", len(rows)) as advance:
-            found = measure(model, packed, None, source.directory, rows, advance, part=part)
-        stages.say(f"{recipe.qformat} keeps {found.top1_agreement:.1%} of the likeliest tokens")
-        agreements.append(found.top1_agreement)
-        if found.top1_agreement >= LEAST_TOP1:
+            quality = measure(model, packed, None, source.directory, rows, advance, part=part)
+        stages.say(f"{recipe.qformat} keeps {quality.top1_agreement:.1%} of the likeliest tokens")
+        agreements.append(quality.top1_agreement)
+        if quality.top1_agreement >= LEAST_TOP1:
             break
     best = recipes[agreements.index(max(agreements))]
     reason = "is the fastest format on a CPU that keeps" if max(agreements) >= LEAST_TOP1 else "keeps most; none keeps"

@@ -94,7 +94,7 @@ class ShardWriter:
 
 def copy_side_files(source: Path, output: Path) -> None:
     """Copy tokenizer, generation settings, code and the like; not weights, and not what describes them."""
-    found = {path.name: path for pattern in _SIDE_FILES for path in source.glob(pattern) if path.is_file()}
-    for name, path in found.items():
+    side_files = {path.name: path for pattern in _SIDE_FILES for path in source.glob(pattern) if path.is_file()}
+    for name, path in side_files.items():
         if name not in _OWN and not name.endswith(".index.json"):
             shutil.copyfile(path, output / name)

@@ -38,8 +38,8 @@ def stored_rounding(
         raise ValueError(f"{scheme.path}: no 8-bit cache")
     scales: dict[tuple[int, str], FromTorch] = {}
     for name, tensor in stored.items():
-        if found := _NAME.search(name):
-            scales[int(found[1]), found[2]] = FromTorch(name, tensor)
+        if match := _NAME.search(name):
+            scales[int(match[1]), match[2]] = FromTorch(name, tensor)
     tensors = []
     for number, shape in enumerate(caches):
         layer, kind = number // 2, CACHE_SCALES[number % 2]

@@ -65,8 +65,8 @@ class Pattern:
             return module == self.text
         if self.kind == "wildcard":
             return fnmatchcase(module, self.text) or module.startswith(f"{self.text}.")
-        found = self._expression.match(module) is not None
-        return found or (self.kind == "transformers" and module.endswith(self.text))
+        matches = self._expression.match(module) is not None
+        return matches or (self.kind == "transformers" and module.endswith(self.text))
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reade
     scheme.require_quantized(stored)
     modules: dict[str, dict[str, FromTorch]] = {}
     for name, tensor in stored.items():
-        if found := scheme.split(name):
-            modules.setdefault(found[0], {})[found[1]] = FromTorch(name, tensor)
+        if parts := scheme.split(name):
+            modules.setdefault(parts[0], {})[parts[1]] = FromTorch(name, tensor)
     readers = dict(stored)
     for module, own in modules.items():
         tensors: dict[str, Any] = dict(own)  # FromTorch is a StoredTensor of the readers.
@@ -50,11 +50,11 @@ def packed_linears(model: Any, scheme: Scheme, weights: Mapping[str, Weight], no
 
     ``notes`` gets sentences for people. What else is quantized (embeddings, say) is dequantized when it is written.
     """
-    found = PackedModel()
+    packed_model = PackedModel()
     embedding, names = model.get_input_embeddings(), parameter_names(model)
     table = weights.get(names[id(embedding.weight)][0])
     if table is not None and isinstance(table.reader, PackedReader) and table.reader.packed.axis == 0:
-        found.tables.update(dict.fromkeys(names[id(embedding.weight)], table.reader.packed))
+        packed_model.tables.update(dict.fromkeys(names[id(embedding.weight)], table.reader.packed))
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear | Conv1D) or (weight := weights.get(f"{name}.weight")) is None:
             continue
@@ -66,12 +66,12 @@ def packed_linears(model: Any, scheme: Scheme, weights: Mapping[str, Weight], no
             continue
         if isinstance(module, Conv1D):
             raise UnsupportedModelError(f"{scheme.path}: {name}: quantized weights of Conv1D modules are not read")
-        found.linears[f"{name}.weight"] = _attachable(weight.reader.packed, notes)
+        packed_model.linears[f"{name}.weight"] = _attachable(weight.reader.packed, notes)
     for name, weight in weights.items():
         if experts := _experts(weight.reader, notes):
-            found.experts[name] = experts
+            packed_model.experts[name] = experts
     notes += scheme.notes
-    return found
+    return packed_model
 
 
 def _experts(reader: Reader, notes: list[str]) -> tuple[Packed, ...]:
@@ -81,8 +81,8 @@ def _experts(reader: Reader, notes: list[str]) -> tuple[Packed, ...]:
     if not any(parts):
         return ()
     alike = [[replace(one, activation=shared_activation(own)) for one in own] for own in parts]
-    found = [side_by_side(own) if len(own) == len(one) else None for own, one in zip(alike, sources, strict=True)]
-    experts = tuple(_attachable(one, notes) for one in found if one is not None)
+    joined = [side_by_side(own) if len(own) == len(one) else None for own, one in zip(alike, sources, strict=True)]
+    experts = tuple(_attachable(one, notes) for one in joined if one is not None)
     forms = {(one.codes.dtype, one.scales.dtype, one.block, one.axis, one.zero_points is None) for one in experts}
     if len(experts) == len(sources) and len(forms) == 1 and not any(one.has_extras for one in experts):
         return experts

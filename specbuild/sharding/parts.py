@@ -233,7 +233,7 @@ def _infer(model: ir.Model) -> dict[ir.Value, Sizes | None]:
             sizes = value.type.tensor_type.shape.dim
             by_name[value.name] = [size.dim_value if size.HasField("dim_value") else None for size in sizes]
     values = {value for node in model.graph for value in node.outputs} | set(model.graph.inputs)
-    found = {value: by_name.get(str(value.name)) for value in values}
+    producers = {value: by_name.get(str(value.name)) for value in values}
     for value in model.graph.initializers.values():
-        found[value] = list(weights.shape_of(value))
-    return found
+        producers[value] = list(weights.shape_of(value))
+    return producers

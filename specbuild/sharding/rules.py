@@ -66,10 +66,10 @@ def reshape(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | 
     """The axis may be split into several, merged of several, or stay."""
     x, target = node.inputs
     sizes, held = parts.sizes(target), parts.shape(x)
-    found = source_of(part, sizes, held) if sizes and held else None
-    if sizes is None or found is None:
+    source = source_of(part, sizes, held) if sizes and held else None
+    if sizes is None or source is None:
         return None
-    own, whole = found
+    own, whole = source
     own_target = parts.resized(target, len(sizes) + part.axis, parts.length(whole))
     made = parts.like(node, [parts.of(x, own), own_target])[output]
     if whole.ranges == part.ranges:

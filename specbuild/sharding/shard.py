@@ -135,13 +135,13 @@ def _asked(node: ir.Node, axes: int) -> set[int]:
     """The axes whose sizes are read of a Shape of ``axes``."""
     first = node.attributes.get_int("start", 0)
     last = node.attributes.get_int("end", axes)
-    found = set(range(axes)[first:last])
+    axes_left = set(range(axes)[first:last])
     readers = [use.node for use in node.outputs[0].uses()]
-    if first or len(found) < axes or any(reader.op_type != "Gather" for reader in readers):
-        return found
+    if first or len(axes_left) < axes or any(reader.op_type != "Gather" for reader in readers):
+        return axes_left
     indices = [reader.inputs[1] for reader in readers]
     if any(index is None or index.const_value is None for index in indices):
-        return found
+        return axes_left
     return {int(one) for index in indices for one in index.const_value.numpy().reshape(-1)}  # type: ignore[union-attr]
 
 

@@ -94,8 +94,8 @@ class Eagle3Student(Student):
     @override
     def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
         """See Student."""
-        found: torch.Tensor = self.module.lm_head(self.module.norm(states))
-        return found
+        logits: torch.Tensor = self.module.lm_head(self.module.norm(states))
+        return logits
 
     @override
     def save(self, directory: Path, dtype: torch.dtype) -> None:
@@ -180,8 +180,8 @@ def _shared_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[st
     def scale(norm: Any) -> torch.Tensor:
         """The weight of a norm, however it is stored."""
         one = torch.ones(1, config["hidden_size"], device=target.device, dtype=target.dtype)
-        found: torch.Tensor = norm(one)[0]
-        return found
+        normed: torch.Tensor = norm(one)[0]
+        return normed
 
     try:
         norms = {
@@ -193,15 +193,15 @@ def _shared_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[st
         wide = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         own = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
         with torch.no_grad():
-            found = {f"{name}.weight": scale(norm) for name, norm in norms.items()}
+            tensors = {f"{name}.weight": scale(norm) for name, norm in norms.items()}
             for name in wide:
                 halves = [layer.get_submodule(name).weight for layer in (first, last)]
-                found[f"{_FILE_LAYER}{name}.weight"] = torch.cat(halves, dim=1)
+                tensors[f"{_FILE_LAYER}{name}.weight"] = torch.cat(halves, dim=1)
             for name in own:
-                found[f"{_FILE_LAYER}{name}.weight"] = last.get_submodule(name).weight
+                tensors[f"{_FILE_LAYER}{name}.weight"] = last.get_submodule(name).weight
     except (AttributeError, RuntimeError):
         return {}
-    return {name: tensor.detach().cpu().float().contiguous().clone() for name, tensor in found.items()}
+    return {name: tensor.detach().cpu().float().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def write_head(

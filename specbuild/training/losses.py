@@ -98,15 +98,15 @@ class Expected:
         """Tokens that the draft may draft."""
         return self._probs.shape[-1]
 
-    def diverge(self, rows: torch.Tensor, found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def diverge(self, rows: torch.Tensor, draft_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each of ``rows`` [n]: KL(target || draft) in float32, and whether both have the same likeliest token.
 
-        found: the draft's logits, [n, V_draft]. Rows whose likeliest token it cannot draft teach nothing (0).
+        draft_logits: the draft's logits, [n, V_draft]. Rows whose likeliest token it cannot draft teach nothing (0).
         """
-        own = found.argmax(-1)
+        own = draft_logits.argmax(-1)
         if self._vocabulary is not None:
             own = self._vocabulary[own]
-        crossed = functional.cross_entropy(found.float(), self._probs[rows].float(), reduction="none")
+        crossed = functional.cross_entropy(draft_logits.float(), self._probs[rows].float(), reduction="none")
         return (crossed - self._entropy[rows]) * self._counts[rows], own == self.best[rows]
 
 
@@ -149,5 +149,5 @@ def _diverge_in_parts(
 
     size = max(1, memory.KEPT // expected.width)
     parts = zip(states.split(size), rows.split(size), strict=True)
-    found = [sparing(len(part) * expected.width, one, part, own) for part, own in parts]
-    return torch.cat([part[0] for part in found]), torch.cat([part[1] for part in found])
+    results = [sparing(len(part) * expected.width, one, part, own) for part, own in parts]
+    return torch.cat([part[0] for part in results]), torch.cat([part[1] for part in results])

@@ -70,8 +70,8 @@ class MedusaStudent(Student):
     @override
     def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
         """See Student."""
-        found: torch.Tensor = self.heads[draft](states)
-        return found
+        logits: torch.Tensor = self.heads[draft](states)
+        return logits
 
     @override
     def save(self, directory: Path, dtype: torch.dtype) -> None:

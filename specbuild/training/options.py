@@ -102,7 +102,7 @@ class TrainOptions:
         """What decides the weights that come out: the same for a run that goes on."""
         sizes = ("draft_vocab_size", "intermediate_size", "num_layers", "hidden_size", "max_length", "batch_size")
         pace = ("steps", "learning_rate", "optimizer", "dtype", "seed")
-        found = {name: getattr(self, name) for name in ("model", "kind", *sizes, *pace)}
+        settings = {name: getattr(self, name) for name in ("model", "kind", *sizes, *pace)}
         with (self.data or self.answers).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {**found, "draft_len": self.num_drafts, "epochs": self.num_epochs, "data": digest}
+        return {**settings, "draft_len": self.num_drafts, "epochs": self.num_epochs, "data": digest}

@@ -37,9 +37,9 @@ class ModelStudent(Student):
         self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
     ) -> Iterator[torch.Tensor]:
         """See Student. States are logits."""
-        found = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         for draft in range(count):
-            yield found[:, 1 + draft : -1]
+            yield logits[:, 1 + draft : -1]
 
     @override
     def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:

@@ -93,21 +93,21 @@ class _Header:
         if version not in _VERSIONS:
             raise ValueError(f"version {version}; expected one of {_VERSIONS}")
         metadata = dict(self.entry() for _ in range(self.count(num_values)))
-        found = [self.tensor() for _ in range(self.count(num_tensors))]
+        infos = [self.tensor() for _ in range(self.count(num_tensors))]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment {alignment!r}")
         start = -(-self.place // alignment) * alignment
-        tensors = {tensor.name: tensor._replace(offset=start + tensor.offset) for tensor in found}
+        tensors = {tensor.name: tensor._replace(offset=start + tensor.offset) for tensor in infos}
         for tensor in tensors.values():
             if tensor.offset + tensor.nbytes > len(self.mapped):
                 raise ValueError(f"{tensor.name} ends behind the end of the file")
         return GgufFile(self.path, metadata, tensors)
 
     def numbers(self, kinds: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(f"<{kinds}", self.mapped, self.place)
+        values = struct.unpack_from(f"<{kinds}", self.mapped, self.place)
         self.place += struct.calcsize(f"<{kinds}")
-        return found
+        return values
 
     def count(self, count: int) -> int:
         """How many there are of what takes a byte at least."""

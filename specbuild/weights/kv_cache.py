@@ -159,6 +159,6 @@ class _ObservedLayer(DynamicLayer):
     @override
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """What was given."""
-        found = [states.float().abs().amax(dim=(0, 2)) for states in (key_states, value_states)]
-        self.seen = [torch.maximum(*pair) for pair in zip(self.seen, found, strict=True)] if self.seen else found
+        largest = [states.float().abs().amax(dim=(0, 2)) for states in (key_states, value_states)]
+        self.seen = [torch.maximum(*pair) for pair in zip(self.seen, largest, strict=True)] if self.seen else largest
         return key_states, value_states

@@ -136,9 +136,13 @@ def shared_activation(parts: Sequence[Packed]) -> Activation | None:
 
     Of fixed scales it is the largest, which cuts nothing off. Codes are floats, so it costs next to nothing.
     """
-    found = [one.activation for one in parts]
-    first, scales = found[0], [one.scale for one in found if one is not None and one.scale is not None]
-    if first is None or any(one is None or one.form != first.form for one in found) or 0 < len(scales) < len(found):
+    activations = [one.activation for one in parts]
+    first, scales = activations[0], [one.scale for one in activations if one is not None and one.scale is not None]
+    if (
+        first is None
+        or any(one is None or one.form != first.form for one in activations)
+        or 0 < len(scales) < len(activations)
+    ):
         return None
     return replace(first, scale=max(scales, default=None))
 

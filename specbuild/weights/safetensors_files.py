@@ -57,10 +57,10 @@ def check_weights(directory: Path) -> Weights:
         shards = [single]
     else:
         raise no_weights(directory, file_names(directory))
-    found = [check_file(shard) for shard in shards]
+    parts = [check_file(shard) for shard in shards]
     if (directory / GGUF_INDEX_NAME).is_file():
-        found.append(_check_gguf(directory))
-    return Weights(sum(one.nbytes for one in found), {k: v for one in found for k, v in one.entries.items()})
+        parts.append(_check_gguf(directory))
+    return Weights(sum(one.nbytes for one in parts), {k: v for one in parts for k, v in one.entries.items()})
 
 
 def _check_gguf(directory: Path) -> Weights:

@@ -33,22 +33,22 @@ def find_origins(model: PreTrainedModel, mapping: list[Any], stored: dict[str, R
     name_of = _namer(model, mapping)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    found: dict[str, Reader] = {}
+    readers: dict[str, Reader] = {}
     conversions: dict[str, _Conversion] = {}
     for name in sorted(stored, key=dot_natural_key):
         renamed, pattern = name_of(name)
         if renamed is None:
             continue
         if pattern is None:
-            found.setdefault(renamed, stored[name])
+            readers.setdefault(renamed, stored[name])
         else:
             converter = by_pattern[pattern]
             conversion = conversions.setdefault(renamed, _Conversion(model, converter, renamed))
             conversion.sources.append((pattern, stored[name]))
     for conversion in conversions.values():
         shapes = conversion.convert([torch.empty(source.shape, device="meta") for _, source in conversion.sources])
-        found |= {name: Converted(conversion, name, tuple(shape.shape)) for name, shape in shapes.items()}
-    return found
+        readers |= {name: Converted(conversion, name, tuple(shape.shape)) for name, shape in shapes.items()}
+    return readers
 
 
 def _namer(model: PreTrainedModel, mapping: list[Any]) -> Callable[[str], tuple[str | None, str | None]]:

@@ -78,7 +78,7 @@ def _place() -> Path:
 def _read() -> dict[str, JsonValue]:
     """What cannot be read counts as nothing."""
     try:
-        found = json.loads(read_small(_place()))
+        known = json.loads(read_small(_place()))
     except (OSError, ValueError, RecursionError, RuntimeError):  # RuntimeError: there is no home.
         return {}
-    return found if isinstance(found, dict) else {}
+    return known if isinstance(known, dict) else {}

@@ -225,14 +225,14 @@ def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None
         sizes = [size for number, size in enumerate(state.row_shape(0)) if number or state.history is None]
         expected |= dict.fromkeys((state.past_name, state.present_name), (_tensor_of(DTYPES["float32"]), sizes))
     expected[LOGITS] = (_tensor_of(DTYPES["float32"]), [config.graph.vocab_size])
-    found = {
+    actual = {
         value.name: (value.type, [size for size in value.shape if isinstance(size, int)])
         for value in (*session.get_inputs(), *session.get_outputs())
     }
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
             raise EngineDirError(
-                f"{directory}: the graph's {name} is {found.get(name)}, config.json says {expected.get(name)}; "
+                f"{directory}: the graph's {name} is {actual.get(name)}, config.json says {expected.get(name)}; "
                 "build the engine again"
             )
 

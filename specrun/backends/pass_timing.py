@@ -34,8 +34,8 @@ def times_here(backend: Backend) -> PassTimes | None:
     if built is None or (built.processor == describe_runtime(config) and built.rows == rows):
         return built
     what: list[JsonValue] = ["pass times", *rows]
-    found, _ = known_here(config, what, lambda: time_passes(backend).model_dump(mode="json"), PassTimes.model_validate)
-    return found
+    times, _ = known_here(config, what, lambda: time_passes(backend).model_dump(mode="json"), PassTimes.model_validate)
+    return times
 
 
 def time_passes(backend: Backend) -> PassTimes:

@@ -144,8 +144,8 @@ def place_of(answer: object) -> Place | None:
         _, _, place = str(answer.get("id")).partition("-")
     else:
         place = f"{line}-{digest}"
-    found = re.fullmatch(r"([1-9][0-9]{0,17})-([0-9a-f]{16})", place)
-    return Place(int(found[1]), found[2]) if found else None
+    match = re.fullmatch(r"([1-9][0-9]{0,17})-([0-9a-f]{16})", place)
+    return Place(int(match[1]), match[2]) if match else None
 
 
 def is_failure(answer: Mapping[str, Any]) -> bool:

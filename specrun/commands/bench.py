@@ -130,19 +130,19 @@ def bench(
     target, draft_model, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
     engine = open_engine(target)
     prompts = texts or random_prompts(options, engine.graph.vocab_size)
-    found: list[Result] = []
+    done: list[Result] = []
     stopped = None
     try:
         for result in bench_each(
             target, draft_model, prompts, settings, lambda line: click.echo(line, err=True), tokenizer
         ):
-            found.append(result)
+            done.append(result)
     except KeyboardInterrupt as error:
-        if not found:
+        if not done:
             raise
         stopped = error
         click.echo("stopped: these had been measured", err=True)
-    results = in_order(found, settings)
+    results = in_order(done, settings)
     if report:
         title = f"{name} with {' and '.join(filter(None, drafts))}"
         _write_report(report, title, (target, draft_model), engine, results, settings)
@@ -203,8 +203,8 @@ def _write_report(
     from specrun.evaluation.report.bandwidth import shares
     from specrun.evaluation.report.page import page
 
-    found = shares(*pair, results) if engine.backend.device == "cpu" else []
-    write_whole(file, page(title, results, found, engine, settings).encode())
+    bandwidths = shares(*pair, results) if engine.backend.device == "cpu" else []
+    write_whole(file, page(title, results, bandwidths, engine, settings).encode())
 
 
 def _print(shown: Any) -> None:

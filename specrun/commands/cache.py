@@ -20,10 +20,10 @@ _DAY = 86400
 
 def _read_size(text: str) -> int:
     """Bytes, as in 20GB. Raises ValueError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip().upper(), re.ASCII)
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip().upper(), re.ASCII)
+    if not match:
         raise ValueError(f"{text}: expected a size like 20GB or 500MB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 @click.group()
@@ -35,28 +35,28 @@ def cache() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 def list_engines(as_json: bool) -> None:
     """List them with their sizes; what was used last comes first."""
-    found = entries()
+    cached = entries()
     if as_json:
-        click.echo(json.dumps([{**asdict(entry), "path": str(entry.path)} for entry in found]))
+        click.echo(json.dumps([{**asdict(entry), "path": str(entry.path)} for entry in cached]))
         return
     from rich.console import Console
     from rich.table import Table
 
-    if found:
+    if cached:
         table = Table("name", "size", "last used", box=None, pad_edge=False)
-        for entry in found:
+        for entry in cached:
             table.add_row(entry.name, human_bytes(entry.bytes), _ago(entry))
         Console().print(table, soft_wrap=True)
-    click.echo(f"{user_cache()}: {_sum(found)}", err=True)
+    click.echo(f"{user_cache()}: {_sum(cached)}", err=True)
 
 
 @cache.command("remove")
 @click.argument("names", metavar="NAME..", nargs=-1, required=True)
 def remove_engines(names: tuple[str, ...]) -> None:
     """Remove by the names that 'specrun cache list' shows, or by the beginning of one."""
-    found, chosen = entries(), dict[str, Entry]()
+    cached, chosen = entries(), dict[str, Entry]()
     for name in names:
-        matches = [entry for entry in found if entry.name == name] or [e for e in found if e.name.startswith(name)]
+        matches = [entry for entry in cached if entry.name == name] or [e for e in cached if e.name.startswith(name)]
         if not matches:
             raise click.UsageError(f"{name}: not in the cache; 'specrun cache list' shows them")
         chosen.update({entry.name: entry for entry in matches})

@@ -140,11 +140,11 @@ def constraints(options: dict[str, Any]) -> dict[str, Any]:
     """What ``constraint_options`` say, as ``RequestOptions`` takes it. Raises RequestError for unreadable files."""
     from specrun.request.prompts import read_text
 
-    found = {name: options[name] for name in CONSTRAINTS}
+    constraints_given = {name: options[name] for name in CONSTRAINTS}
     for name in ("json_schema", "grammar"):
-        if found[name] is not None:
-            found[name] = read_text(f"--{name}", found[name])
-    return found
+        if constraints_given[name] is not None:
+            constraints_given[name] = read_text(f"--{name}", constraints_given[name])
+    return constraints_given
 
 
 prompt_options = together(
@@ -169,17 +169,21 @@ def with_recommended_sampling(options: dict[str, Any]) -> dict[str, Any]:
     if options["generation_config"] == "none":
         return options
     given = given_sampling(options)
-    found = {name: value for name, value in recommended_sampling(options["engine_dir"]).items() if name not in given}
-    if ({**options, **found})["temperature"] == 0:  # Of greedy texts the others change nothing.
-        found = {name: value for name, value in found.items() if name in ("temperature", "repetition_penalty")}
-    show_recommended_sampling(found)
-    return {**options, **found}
+    recommended = {
+        name: value for name, value in recommended_sampling(options["engine_dir"]).items() if name not in given
+    }
+    if ({**options, **recommended})["temperature"] == 0:  # Of greedy texts the others change nothing.
+        recommended = {
+            name: value for name, value in recommended.items() if name in ("temperature", "repetition_penalty")
+        }
+    show_recommended_sampling(recommended)
+    return {**options, **recommended}
 
 
-def show_recommended_sampling(found: dict[str, Any]) -> None:
+def show_recommended_sampling(recommended: dict[str, Any]) -> None:
     """Say what of generation_config.json is used."""
-    if found:
-        values = ", ".join(f"{name} {value}" for name, value in found.items())
+    if recommended:
+        values = ", ".join(f"{name} {value}" for name, value in recommended.items())
         click.echo(f"sampling of generation_config.json: {values}", err=True)
 
 

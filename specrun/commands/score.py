@@ -38,21 +38,21 @@ def score(
 
     text = read_text("--input_file", input_file)
     tokenizer = options["tokenizer_dir"]
-    found = run(target, text, base, context=context, max_tokens=max_tokens, tokenizer_dir=tokenizer, build=built)
+    result = run(target, text, base, context=context, max_tokens=max_tokens, tokenizer_dir=tokenizer, build=built)
     if output_format == "json":
-        click.echo(json.dumps(dataclasses.asdict(found)))
+        click.echo(json.dumps(dataclasses.asdict(result)))
         return
     lines = {
-        "tokens": f"{found.tokens}, in windows of {found.context}",
-        "perplexity": f"{found.perplexity:.4f}",
-        "bits per byte": f"{found.bits_per_byte:.4f}",
+        "tokens": f"{result.tokens}, in windows of {result.context}",
+        "perplexity": f"{result.perplexity:.4f}",
+        "bits per byte": f"{result.bits_per_byte:.4f}",
     }
-    if found.divergence:
+    if result.divergence:
         lines |= {
-            "perplexity of the base": f"{found.divergence.perplexity:.4f}",
-            "mean KL divergence": f"{found.divergence.kl_mean:.6f} nats",
-            "99th percentile": f"{found.divergence.kl_p99:.6f} nats",
-            "same likeliest token": f"{found.divergence.same_top1:.2%}",
+            "perplexity of the base": f"{result.divergence.perplexity:.4f}",
+            "mean KL divergence": f"{result.divergence.kl_mean:.6f} nats",
+            "99th percentile": f"{result.divergence.kl_p99:.6f} nats",
+            "same likeliest token": f"{result.divergence.same_top1:.2%}",
         }
     for name, value in lines.items():
         click.echo(f"{name:<24}{value}")

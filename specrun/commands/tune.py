@@ -94,15 +94,15 @@ def tune(
     settings = tuning.TuneSettings(draft_lens, batch_sizes, qformats, threads, time_limit, bench)
     drafts = drafts or ["suffix"]
     tuned = tuning.tune(target, drafts, read_texts(options), settings, build, lambda line: click.echo(line, err=True))
-    found = tuning.as_options(tuned.best, target, build)
+    chosen = tuning.as_options(tuned.best, target, build)
     if options["acceptance"] != "tokens" and tuned.best.draft:
-        found["acceptance"] = options["acceptance"]
+        chosen["acceptance"] = options["acceptance"]
     if options["tokenizer_dir"]:
-        found["tokenizer_dir"] = bench["tokenizer_dir"]
-    _show(tuned, found, output_file)
+        chosen["tokenizer_dir"] = bench["tokenizer_dir"]
+    _show(tuned, chosen, output_file)
 
 
-def _show(tuned: Tuned, found: dict[str, Any], file: Path) -> None:
+def _show(tuned: Tuned, settings: dict[str, Any], file: Path) -> None:
     """Print the table, and write it with the options."""
     import yaml
     from rich.console import Console
@@ -116,5 +116,5 @@ def _show(tuned: Tuned, found: dict[str, Any], file: Path) -> None:
         for part in shown:
             console.print(part)
     comment = "".join(f"# {line}".rstrip() + "\n" for line in text.getvalue().splitlines())
-    write_whole(file, (comment + yaml.safe_dump(found, sort_keys=False, allow_unicode=True)).encode())
+    write_whole(file, (comment + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)).encode())
     click.echo(f"{file}: for every command, like specrun serve --config {file}")

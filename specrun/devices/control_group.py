@@ -11,22 +11,22 @@ _ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 def cpu_limit() -> float | None:
     """Processors' worth of time that the groups allow; None where they set no quota."""
-    found = []
+    processors = []
     for folder in _folders("cpu", _ROOT, _OWN):
         text = _read(folder / "cpu.max") or [_word(folder / "cpu.cfs_quota_us"), _word(folder / "cpu.cfs_period_us")]
         if len(text) == 2 and all(word.isdecimal() for word in text) and int(text[1]):  # "max" and -1: no quota.
-            found.append(int(text[0]) / int(text[1]))
-    return min(found, default=None)
+            processors.append(int(text[0]) / int(text[1]))
+    return min(processors, default=None)
 
 
 def memory_left() -> int | None:
     """Bytes that the groups still allow; None where they set no limit."""
-    found = []
+    sizes = []
     for limit, used in _memory_files(_ROOT, _OWN):
         words = _word(limit), _word(used)
         if all(word.isdecimal() for word in words):
-            found.append(max(0, int(words[0]) - int(words[1])))
-    return min(found, default=None)
+            sizes.append(max(0, int(words[0]) - int(words[1])))
+    return min(sizes, default=None)
 
 
 @cache

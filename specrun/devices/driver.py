@@ -24,8 +24,8 @@ def why_no_gpu(number: int = 0) -> str | None:
     if (code := cuda.cuDriverGetVersion(ctypes.byref(version))) != 0:
         return f"the NVIDIA driver does not answer (cuDriverGetVersion: error {code})"
     if version.value < _CUDA_13:
-        found = f"{version.value // 1000}.{version.value % 1000 // 10}"
-        return f"the NVIDIA driver is too old: it serves CUDA {found}, CUDA 13 needs driver 580 or newer"
+        served = f"{version.value // 1000}.{version.value % 1000 // 10}"
+        return f"the NVIDIA driver is too old: it serves CUDA {served}, CUDA 13 needs driver 580 or newer"
     if (code := cuda.cuInit(0)) != 0:
         return f"the NVIDIA driver finds no usable GPU (cuInit: error {code})"
     if (code := cuda.cuDeviceGetCount(ctypes.byref(count))) != 0 or count.value == 0:

@@ -64,5 +64,5 @@ def describe_processor() -> str:
 
     Threads are called cores, as in engines of before, which are recognised by this text.
     """
-    found = sorted(features())
-    return ", ".join([processor_name(), f"{num_threads()} cores", *([" ".join(found)] if found else [])])
+    names = sorted(features())
+    return ", ".join([processor_name(), f"{num_threads()} cores", *([" ".join(names)] if names else [])])

@@ -42,8 +42,8 @@ class HybridDrafter(Drafter):
 
     @override
     def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
-        found = self.suffix.find_all(requests, plan, forced, self._is_better)
-        left = [0 if row in found else count for row, count in enumerate(plan.lens)]
+        matched = self.suffix.find_all(requests, plan, forced, self._is_better)
+        left = [0 if row in matched else count for row, count in enumerate(plan.lens)]
         self._by_model = {request for request, count in zip(requests, left, strict=True) if count}
         if self._by_model:
             began = time.perf_counter()
@@ -55,7 +55,7 @@ class HybridDrafter(Drafter):
         else:
             proposals = list(map(Proposal.begin, forced))
         self._proposed_at = time.perf_counter()
-        return [Proposal(found[row]) if row in found else proposal for row, proposal in enumerate(proposals)]
+        return [Proposal(matched[row]) if row in matched else proposal for row, proposal in enumerate(proposals)]
 
     @override
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:

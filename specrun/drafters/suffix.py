@@ -62,17 +62,17 @@ class Index:
             end = len(self.tokens)
             for n, ends in self._ends.items():
                 if end >= n:
-                    found = ends.setdefault(tuple(self.tokens[end - n :]), [])
-                    found.append(end)
-                    if len(found) > MAX_OCCURRENCES:
-                        del found[0]
+                    positions = ends.setdefault(tuple(self.tokens[end - n :]), [])
+                    positions.append(end)
+                    if len(positions) > MAX_OCCURRENCES:
+                        del positions[0]
             self.tokens.append(token)
 
     def matches(self, text: Sequence[int]) -> list[Match]:
         """The occurrences of the end of ``text``, the latest first."""
         for n, ends in self._ends.items():
-            if found := ends.get(tuple(text[-n:])):
-                return [Match(self._length(text, n, end), self.tokens, end) for end in reversed(found)]
+            if positions := ends.get(tuple(text[-n:])):
+                return [Match(self._length(text, n, end), self.tokens, end) for end in reversed(positions)]
         return []
 
     def _length(self, text: Sequence[int], known: int, end: int) -> int:
@@ -97,7 +97,7 @@ class PastTexts:
         self.new.add([*tokens, _BETWEEN])
 
 
-class Found(NamedTuple):
+class SuffixDraft(NamedTuple):
     """Draft tokens for one text."""
 
     tokens: list[int]
@@ -164,14 +164,14 @@ class SuffixDrafter(Drafter):
         self._past = PastTexts()
         self._accepted: dict[int, AcceptanceRate] = {}
         """Acceptance rates by the bits of the match's length."""
-        self._found: WeakKeyDictionary[Request, Found] = WeakKeyDictionary()
+        self._drafts: WeakKeyDictionary[Request, SuffixDraft] = WeakKeyDictionary()
         """Draft found for each request in this round."""
 
     @override
     def admit(self, requests: Sequence[Request]) -> None:
         self._own.update((request, (Index(), EditedCopy())) for request in requests)
 
-    def find(self, request: Request, count: int) -> Found:
+    def find(self, request: Request, count: int) -> SuffixDraft:
         """At most ``count`` draft tokens for ``request``. ``observe`` learns from them, proposed or not."""
         (own, copy), tokens = self._own[request], request.tokens
         own.add(tokens[len(own.tokens) :])
@@ -190,13 +190,13 @@ class SuffixDrafter(Drafter):
         if drafts and longest > copy.matched:
             match = next(match for match in best if match.tokens[match.end] == drafts[0])
             copy.begin(match.tokens, match.end, len(tokens), longest)
-        found = self._found[request] = Found(drafts, survival, rate)
-        return found
+        draft = self._drafts[request] = SuffixDraft(drafts, survival, rate)
+        return draft
 
     @override
     def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
-        found = self.find_all(requests, plan, forced)
-        return [Proposal(found[row]) if row in found else Proposal.begin(own) for row, own in enumerate(forced)]
+        drafts = self.find_all(requests, plan, forced)
+        return [Proposal(drafts[row]) if row in drafts else Proposal.begin(own) for row, own in enumerate(forced)]
 
     def find_all(
         self,
@@ -215,13 +215,13 @@ class SuffixDrafter(Drafter):
             if plan.lens[row] and not forced[row]
         }
         longest = _longest_that_pays(plan, [match.survival for match in matches.values()])
-        found = {}
+        drafts = {}
         for row, match in matches.items():
             kept = [place for place, likely in enumerate(match.survival[:longest]) if not plan.keeps(place, likely)]
             worth = kept[0] if kept else min(longest, len(match.survival))
             if worth and pays(sum(match.survival[:worth]), plan.lens[row]):
-                found[row] = match.tokens[:worth]
-        return found
+                drafts[row] = match.tokens[:worth]
+        return drafts
 
     @override
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
@@ -231,14 +231,14 @@ class SuffixDrafter(Drafter):
     @override
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         for request, outcome in zip(requests, outcomes, strict=True):
-            found = self._found.pop(request, None)
-            if found and not isinstance(outcome, SpecError):
-                agreed, compared = found.compare([*outcome.accepted, outcome.next_token])
-                found.rate.add(agreed, compared, 256.0)
+            draft = self._drafts.pop(request, None)
+            if draft and not isinstance(outcome, SpecError):
+                agreed, compared = draft.compare([*outcome.accepted, outcome.next_token])
+                draft.rate.add(agreed, compared, 256.0)
 
     @override
     def release(self, request: Request) -> None:
-        self._found.pop(request, None)
+        self._drafts.pop(request, None)
         if self._own.pop(request, None) and self._shares(request):
             self._past.add(request.tokens[max(0, len(request.prompt) - MAX_MATCH) :])
 

@@ -424,9 +424,9 @@ def read_config(directory: Path, model: type[Config], error: type[SpecError], ma
         data = json.loads(read_small(path))
     except (ValueError, OSError, RecursionError) as problem:
         raise error(f"{path}: not readable JSON ({problem}); make the directory again with '{made_by}'") from problem
-    found = data.get("kind") if isinstance(data, dict) else None
-    if found != kind:
-        what = KINDS.get(str(found), "a directory that this toolchain did not write")
+    actual = data.get("kind") if isinstance(data, dict) else None
+    if actual != kind:
+        what = KINDS.get(str(actual), "a directory that this toolchain did not write")
         raise error(f"{directory}: expected {KINDS[kind]}, found {what}; '{made_by}' makes one")
     version = data.get("version")
     if not isinstance(version, int) or version < 1:

@@ -62,12 +62,12 @@ def entries() -> list[Entry]:
     """What is in the cache; what was used last comes first."""
     folders = [folder for folder in (cached_engines(), gguf_checkpoints()) if folder.is_dir()]
     places = [path for folder in folders for path in folder.iterdir() if path.is_dir()]
-    found = [
+    cached = [
         Entry(path.name, path, _bytes_of(path), path.stat().st_mtime)
         for path in places
         if not path.name.startswith(".")
     ]
-    return sorted(found, key=lambda entry: -entry.used)
+    return sorted(cached, key=lambda entry: -entry.used)
 
 
 def remove(entry: Entry) -> None:
@@ -89,14 +89,14 @@ def remove_locked(place: Path) -> None:
     shutil.rmtree(gone)
 
 
-def to_prune(found: list[Entry], max_bytes: int | None, older_than: float | None) -> list[Entry]:
+def to_prune(cached: list[Entry], max_bytes: int | None, older_than: float | None) -> list[Entry]:
     """The entries to remove, so that the others take ``max_bytes`` at most and were used in ``older_than`` seconds.
 
-    found: in the order of ``entries``. None: no such limit.
+    cached: in the order of ``entries``. None: no such limit.
     """
     oldest = 0.0 if older_than is None else time.time() - older_than
     kept, pruned = 0, []
-    for entry in found:
+    for entry in cached:
         too_large = max_bytes is not None and kept + entry.bytes > max_bytes
         if too_large or entry.used < oldest:
             pruned.append(entry)

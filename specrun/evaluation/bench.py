@@ -67,9 +67,9 @@ def bench(
 
 def in_order(results: Iterable[Result], settings: BenchSettings) -> list[Result]:
     """By batch size and draft length, as ``settings`` have them."""
-    found = {(result.batch_size, result.draft_len): result for result in results}
+    by_place = {(result.batch_size, result.draft_len): result for result in results}
     places = [(size, draft_len) for size in settings.batch_sizes for draft_len in settings.fixed_draft_lens]
-    return [found[place] for place in places if place in found]
+    return [by_place[place] for place in places if place in by_place]
 
 
 def bench_each(
@@ -196,9 +196,9 @@ def as_json(results: Sequence[Result], target_config: EngineConfig, settings: Be
     usual = asdict(RequestOptions())
     asked = asdict(settings)
     asked["options"] = {name: value for name, value in asked["options"].items() if value != usual[name]}
-    found = {
+    document = {
         "machine": machine_of(target_config),
         "settings": asked,
         "results": [asdict(result) | {"vllm": vllm_names(result)} for result in results],
     }
-    return json.dumps(found, indent=2)
+    return json.dumps(document, indent=2)

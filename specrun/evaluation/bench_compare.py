@@ -51,9 +51,9 @@ def read_results(path: Path) -> Measured:
     """The results that ``specrun bench --output_format json`` wrote. Raises RequestError for any other file."""
     text = read_text("--compare", path)
     try:
-        found = json.loads(text)
-        results = TypeAdapter(list[Result]).validate_python(found["results"])
-        return Measured(dict(found["machine"]), dict(found["settings"]), results)
+        document = json.loads(text)
+        results = TypeAdapter(list[Result]).validate_python(document["results"])
+        return Measured(dict(document["machine"]), dict(document["settings"]), results)
     except (ValueError, TypeError, KeyError, RecursionError, ValidationError) as error:
         raise RequestError(
             f"--compare: {path} is no result of specrun bench; make one with --output_format json"

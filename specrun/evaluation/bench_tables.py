@@ -83,8 +83,8 @@ def _categories(results: Sequence[Result]) -> Table | None:
     shown = [f"{result.batch_size}\n{shown_draft_len(result.draft_len)}" for result in results]
     made = new_table("tokens a round with drafts\nbatch, draft len", *shown)
     for name in names:
-        found = [result.by_category.get(name) for result in results]
-        made.add_row(name, *("-" if one is None else f"{one['mean_acceptance_length']:.2f}" for one in found))
+        stats = [result.by_category.get(name) for result in results]
+        made.add_row(name, *("-" if one is None else f"{one['mean_acceptance_length']:.2f}" for one in stats))
     return made
 
 

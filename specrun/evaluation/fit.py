@@ -74,6 +74,6 @@ def chi_squared(counts: Counts, expected: Doubles) -> Fit:
         if len(bins) > 1 and bins[-1][0] < 5:
             left = bins.pop()
             bins[-1] += left
-        statistic += sum((found - wanted) ** 2 / wanted for wanted, found in bins)
+        statistic += sum((count - wanted) ** 2 / wanted for wanted, count in bins)
         freedom += len(bins) - 1
     return Fit(float(statistic), freedom, int(counts.sum()))

@@ -36,7 +36,7 @@ def read_prompt_set(source: str) -> list[BenchPrompt]:
     """``builtin``, or the prompts of a file. Raises RequestError, with the item's number, for what has no prompt."""
     path = _OURS if source == BUILTIN else Path(source).expanduser()
     text = read_text("--prompts", path, f"; give a file, or {BUILTIN}")
-    found = []
+    bench_prompts = []
     for number, item in enumerate(_items(source, text), 1):
         prompt = _prompt(item)
         if not prompt:
@@ -45,10 +45,10 @@ def read_prompt_set(source: str) -> list[BenchPrompt]:
                 f"--prompts {source}: item {number} has no prompt; expected one of the fields {expected}"
             )
         category = item.get("category") or item.get("task") or ""
-        found.append(BenchPrompt(prompt, str(category)))
-    if not found:
+        bench_prompts.append(BenchPrompt(prompt, str(category)))
+    if not bench_prompts:
         raise RequestError(f"--prompts {source}: no prompts")
-    return found
+    return bench_prompts
 
 
 def _items(source: str, text: str) -> Sequence[Any]:

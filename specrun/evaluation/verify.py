@@ -103,8 +103,8 @@ class Part:
             drafts += f", {self.identical} equal byte for byte"
         wrong = [f"  {self.wrong} tokens are not the target's; {self.example}"] if self.wrong else []
         fits = [f"  {name}: {fit}" for name, fit in self.fits.items()]
-        found = ("cannot tell: " + self.blind if self.blind else "good") if self.good else "WRONG"
-        return [f"{self.name}: {self.texts} texts, {drafts}: {found}", *wrong, *fits]
+        verdict = ("cannot tell: " + self.blind if self.blind else "good") if self.good else "WRONG"
+        return [f"{self.name}: {self.texts} texts, {drafts}: {verdict}", *wrong, *fits]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """The result in lines for people; the verdict comes last."""
-        found = {
+        verdict = {
             "good": "no difference from the target alone",
             "wrong": "NOT what the target alone writes",
             "inconclusive": "no difference, but an error could not have shown; give another draft, more --seconds, "
@@ -138,7 +138,7 @@ class Verdict:
         }[self.outcome]
         return [
             *(line for part in self.parts for line in part.lines(self.bit_exact)),
-            f"{found} ({self.seconds:.0f} s)",
+            f"{verdict} ({self.seconds:.0f} s)",
         ]
 
 

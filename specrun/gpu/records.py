@@ -88,9 +88,9 @@ class QueuedRound:
 
     def _logprobs(self, first: int, count: int, top: int) -> list[TokenLogprob]:
         """The log-probabilities of ``count`` positions from ``first`` on; see ``log_probabilities`` in round.cu."""
-        found = self._pinned[self._records.first_logprob :].view(TOKEN_VALUE).reshape(-1, 1 + MAX_LOGPROBS)
+        values = self._pinned[self._records.first_logprob :].view(TOKEN_VALUE).reshape(-1, 1 + MAX_LOGPROBS)
         return [
             # A vocabulary may have fewer ids than are wanted.
             TokenLogprob(own, [(token, value) for token, value in likeliest[:top] if token >= 0 and value > -np.inf])
-            for (_, own), *likeliest in found[first : first + count].tolist()
+            for (_, own), *likeliest in values[first : first + count].tolist()
         ]

@@ -260,9 +260,9 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
                 steps = range(first, first + size)
                 masks = columns[-1] if drafter.draws_one_by_one else None
                 steady &= self._queue_draft(batch, draft_len, steps, masks)
-                found = self._pinned_drafts[: batch * draft_len].reshape(batch, draft_len)[:, : steps.stop].tolist()
+                drafted = self._pinned_drafts[: batch * draft_len].reshape(batch, draft_len)[:, : steps.stop].tolist()
                 for row, count in enumerate(counts):  # A row may have fewer; what is behind them is not looked at.
-                    drafts[row] = list(itertools.takewhile(lambda token: token >= 0, found[row][:count]))
+                    drafts[row] = list(itertools.takewhile(lambda token: token >= 0, drafted[row][:count]))
                 for step in steps:
                     columns.append(fill_masks(matchers, [row[: step + 1] for row in drafts], self.target.vocab))
         every = np.stack(columns, axis=1)

@@ -54,15 +54,15 @@ def choose_profile(profiles: Sequence[Profile], call: Call, fixed: bool) -> int:
         ranges = (profile.batch, profile.sequence, profile.logits)
         return all(low <= size <= high for size, (low, _, high) in zip(call, ranges, strict=True))
 
-    found = [index for index, profile in enumerate(profiles) if covers(profile)]
+    covering = [index for index, profile in enumerate(profiles) if covers(profile)]
     if not fixed:
-        found = [index for index in found if profiles[index].name == "context"]
-    if not found:
+        covering = [index for index in covering if profiles[index].name == "context"]
+    if not covering:
         raise BackendError(
             f"no profile of the engine covers batch {call.batch}, {call.sequence} tokens and {call.logits} logits; "
             "build it with larger --max_batch_size, --max_input_len or --max_draft_len"
         )
-    return min(found, key=lambda index: (profiles[index].sequence[2], profiles[index].batch[2]))
+    return min(covering, key=lambda index: (profiles[index].sequence[2], profiles[index].batch[2]))
 
 
 def input_shapes(config: EngineConfig, call: Call) -> dict[str, tuple[int, ...]]:
@@ -291,9 +291,11 @@ def _check_engine(directory: Path, config: EngineConfig, engine: ICudaEngine) ->
     if config.graph.states:
         expected |= {STATE_INDICES, KEEP_INDICES}
         expected |= {name for state in config.graph.states for name in (state.past_name, state.present_name)}
-    found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
-    if different := sorted(found ^ expected):
-        what = "has a tensor this release does not know" if different[0] in found else "lacks a tensor of the contract"
+    tensors = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+    if different := sorted(tensors ^ expected):
+        what = (
+            "has a tensor this release does not know" if different[0] in tensors else "lacks a tensor of the contract"
+        )
         raise EngineDirError(f"{directory}: the plan {what}: {different[0]}; build the engine again")
     for before, after in zip(past, present, strict=True) if config.writes_cache else ():
         if engine.get_aliased_input_tensor(after) != before:

@@ -172,7 +172,7 @@ def completion_logprobs(delta: Delta, names: TokenBytes) -> dict[str, Any]:
         end += len(text)
     return {
         "tokens": tokens,
-        "token_logprobs": [found.logprob if found else None for _, found in delta.scores],
+        "token_logprobs": [score.logprob if score else None for _, score in delta.scores],
         "top_logprobs": [_top(score, names) for score in delta.scores],
         "text_offset": offsets,
     }
@@ -196,9 +196,9 @@ def chat_logprobs(delta: Delta, names: TokenBytes) -> dict[str, Any]:
         return {"token": names.text(token), "logprob": logprob, "bytes": list(names.of(token))}
 
     content = [
-        entry(token, found.logprob) | {"top_logprobs": [entry(*other) for other in found.top]}
-        for token, found in delta.scores
-        if found is not None
+        entry(token, score.logprob) | {"top_logprobs": [entry(*other) for other in score.top]}
+        for token, score in delta.scores
+        if score is not None
     ]
     return {"content": content, "refusal": None}
 
@@ -215,14 +215,14 @@ def _by_id(score: TokenScore, names: TokenBytes | None) -> dict[str, Any] | None
     if score.logprob is None:
         return None
     ranks = {token: rank for rank, (token, _) in enumerate(score.logprob.top, 1)}
-    found = {score.token: score.logprob.logprob, **dict(score.logprob.top)}
+    logprobs = {score.token: score.logprob.logprob, **dict(score.logprob.top)}
     return {
         str(token): {
             "logprob": logprob,
             "rank": ranks.get(token),
             "decoded_token": names.text(token) if names else None,
         }
-        for token, logprob in found.items()
+        for token, logprob in logprobs.items()
     }
 
 

@@ -185,21 +185,21 @@ def _read(body: object, defaults: SamplingParams, max_prompt_len: int | None, ch
 
 def _params(fields: Fields, defaults: SamplingParams) -> SamplingParams:
     seed, top_k = fields.whole("seed", -SEEDS // 2, SEEDS - 1), fields.whole("top_k", -1)
-    found: dict[str, Any] = {
+    wanted: dict[str, Any] = {
         "seed": None if seed is None else seed % SEEDS,  # OpenAI's may be negative.
         "top_k": None if top_k is None else max(0, top_k),  # vLLM's -1 is off.
         "logit_bias": fields.take("logit_bias", token_biases),
     }
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        found[name] = fields.pop(name)
-    given = {name: value for name, value in found.items() if value is not None}
+        wanted[name] = fields.pop(name)
+    given = {name: value for name, value in wanted.items() if value is not None}
     return replace(defaults, **given)
 
 
 def _options(fields: Fields, chat: bool) -> tuple[RequestOptions, bool]:
     """The options, which ``RequestOptions`` checks, and whether no output is wanted."""
     longest, shortest = _lengths(fields, chat)
-    found: dict[str, Any] = {
+    wanted: dict[str, Any] = {
         "max_output_len": 1 if longest == 0 else longest,
         "min_output_len": shortest,
         "stop": fields.take("stop", _stop_texts),
@@ -214,11 +214,11 @@ def _options(fields: Fields, chat: bool) -> tuple[RequestOptions, bool]:
         **read_constraint(fields),
         "tools": read_tools(fields) if chat else None,
     }
-    if found["echo"] and found["logprobs"] is not None:
-        if found["prompt_logprobs"] not in (None, found["logprobs"]):
+    if wanted["echo"] and wanted["logprobs"] is not None:
+        if wanted["prompt_logprobs"] not in (None, wanted["logprobs"]):
             raise RequestError("prompt_logprobs: must equal logprobs when echo is given", "prompt_logprobs")
-        found["prompt_logprobs"] = found["logprobs"]
-    given = {name: value for name, value in found.items() if value is not None}
+        wanted["prompt_logprobs"] = wanted["logprobs"]
+    given = {name: value for name, value in wanted.items() if value is not None}
     return RequestOptions(**given), longest == 0
 
 

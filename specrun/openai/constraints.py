@@ -30,18 +30,18 @@ def read_constraint(fields: Fields) -> dict[str, Any]:
 
     Their values are checked by ``RequestOptions`` and by the compiler of grammars. Raises RequestError.
     """
-    found = fields.take("response_format", _response_format) or {}
+    constraint = fields.take("response_format", _response_format) or {}
     for name, option in _GUIDED.items():
         if (value := fields.pop(name)) is not None:
-            found[option] = value
+            constraint[option] = value
     structured = Fields(fields.take("structured_outputs", as_object) or {}, "structured_outputs.")
     for name, option in _STRUCTURED.items():
         if (value := structured.pop(name)) is not None:
-            found[option] = value
+            constraint[option] = value
     if structured.left:
         name = next(iter(structured.left))
         raise RequestError(f"structured_outputs.{name[:64]}: not supported; leave it out", "structured_outputs")
-    return found
+    return constraint
 
 
 def _response_format(name: str, value: Any) -> dict[str, Any]:

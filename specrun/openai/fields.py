@@ -55,10 +55,10 @@ class Fields:
 
     def required(self, name: str, check: Callable[[str, Any], _T]) -> _T:
         """The same for a field that must be there."""
-        found = self.take(name, check)
-        if found is None:
+        value = self.take(name, check)
+        if value is None:
             raise RequestError(f"{name}: missing", name)
-        return found
+        return value
 
     def whole(self, name: str, low: int, high: int | None = None) -> int | None:
         """A whole number in a range."""

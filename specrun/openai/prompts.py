@@ -67,21 +67,21 @@ def _with_name(message: Message, names: Mapping[str, str]) -> Message:
 
 def _message(where: str, message: Any) -> Message:
     """A message with its content as one text. Developers' messages are the system's, which templates know."""
-    found = dict(as_object(where, message))
-    role, content, calls = found.get("role"), found.get("content"), found.pop("tool_calls", None)
+    fields = dict(as_object(where, message))
+    role, content, calls = fields.get("role"), fields.get("content"), fields.pop("tool_calls", None)
     if role not in ROLES:
         raise wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
     if isinstance(content, list):
         content = "\n".join(_text_part(f"{where}.content[{number}]", part) for number, part in enumerate(content))
     if calls and role == "assistant":
-        found["tool_calls"] = _calls(f"{where}.tool_calls", calls)
+        fields["tool_calls"] = _calls(f"{where}.tool_calls", calls)
     elif calls:
         raise RequestError(f"{where}.tool_calls: only messages of the role assistant have them", f"{where}.tool_calls")
-    if not isinstance(content, str) and (content is not None or "tool_calls" not in found):
+    if not isinstance(content, str) and (content is not None or "tool_calls" not in fields):
         raise wrong(f"{where}.content", content, "a text, or a list of parts of type text")
     if role == "tool":
-        _text(f"{where}.tool_call_id", found.get("tool_call_id"))
-    return {**found, "role": "system" if role == "developer" else role, "content": content}
+        _text(f"{where}.tool_call_id", fields.get("tool_call_id"))
+    return {**fields, "role": "system" if role == "developer" else role, "content": content}
 
 
 def _text_part(where: str, part: Any) -> str:

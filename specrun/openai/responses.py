@@ -78,9 +78,9 @@ class ResponseShape(Shape):
             "logprobs": self._with_logprobs,
             "response_format": _response_format(self._told["text"]["format"]),
         }
-        found = read_chat(chat, defaults, max_prompt_len)
-        self._told |= {"temperature": found.params.temperature, "top_p": found.params.top_p, "user": found.user}
-        return found
+        body = read_chat(chat, defaults, max_prompt_len)
+        self._told |= {"temperature": body.params.temperature, "top_p": body.params.top_p, "user": body.user}
+        return body
 
     @override
     def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
@@ -139,8 +139,8 @@ class ResponseShape(Shape):
         """Log-probabilities of the tokens of ``delta``; none where none were asked for."""
         if not (self._with_logprobs and answer.names):
             return []
-        found: list[dict[str, Any]] = chat_logprobs(delta, answer.names)["content"]
-        return found
+        scores: list[dict[str, Any]] = chat_logprobs(delta, answer.names)["content"]
+        return scores
 
 
 class ResponseStream(Stream):
@@ -226,11 +226,11 @@ def _response_format(form: Any) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    found = usage([answer], 1)
+    totals = usage([answer], 1)
     return {
-        "input_tokens": found["prompt_tokens"],
-        "input_tokens_details": found["prompt_tokens_details"],
-        "output_tokens": found["completion_tokens"],
+        "input_tokens": totals["prompt_tokens"],
+        "input_tokens_details": totals["prompt_tokens_details"],
+        "output_tokens": totals["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": found["total_tokens"],
+        "total_tokens": totals["total_tokens"],
     }

@@ -113,31 +113,31 @@ class ToolCallParser:
                 return tag.start(), None
         return len(self._text) - (0 if ended else _overlap(self._text, self._form.tag)), None
 
-    def _read_object(self, found: _Object, ended: bool) -> bool:
-        self._text = found.read(self._text)
+    def _read_object(self, candidate: _Object, ended: bool) -> bool:
+        self._text = candidate.read(self._text)
         if not self._holds:
-            self._stream(found)
-        if not (found.has_ended or ended):
+            self._stream(candidate)
+        if not (candidate.has_ended or ended):
             return False
-        is_call = found.num_sent > 0
-        if not is_call and (call := found.call()):
+        is_call = candidate.num_sent > 0
+        if not is_call and (call := candidate.call()):
             is_call = True
             self._calls += (CallDelta(self._count, call[0], ""), CallDelta(self._count, None, call[1]))
         if not is_call:
-            self._content += (self._before, found.text)
+            self._content += (self._before, candidate.text)
         self._count += is_call
         self._object, self._in_end, self._is_fresh = None, is_call, is_call
         return True
 
-    def _stream(self, found: _Object) -> None:
+    def _stream(self, candidate: _Object) -> None:
         """Give what is new of a call's arguments, if they have begun."""
-        if found.begin is None:
+        if candidate.begin is None:
             return
-        if not found.num_sent:
-            self._calls.append(CallDelta(self._count, found.name, ""))
-        if new := found.text[found.begin + found.num_sent : found.end]:
+        if not candidate.num_sent:
+            self._calls.append(CallDelta(self._count, candidate.name, ""))
+        if new := candidate.text[candidate.begin + candidate.num_sent : candidate.end]:
             self._calls.append(CallDelta(self._count, None, new))
-            found.num_sent += len(new)
+            candidate.num_sent += len(new)
 
     def _read_end(self, ended: bool) -> bool:
         rest = self._text.lstrip()
@@ -197,10 +197,10 @@ class _Object:
         try:
             if self.begin is not None and isinstance(json.loads(self.text[self.begin : self.end]), dict):
                 return self.name, self.text[self.begin : self.end]
-            found = json.loads(self.text)
+            parsed = json.loads(self.text)
         except (ValueError, RecursionError):
             return None
-        name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+        name, arguments = parsed.get("name"), parsed.get("arguments", parsed.get("parameters"))
         is_call = isinstance(name, str) and isinstance(arguments, dict)
         return (name, json.dumps(arguments, ensure_ascii=False)) if is_call else None
 

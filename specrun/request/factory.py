@@ -289,8 +289,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
             f"prompts {arguments.show(prompts)}: expected texts, lists of token ids, or conversations (lists of "
             "messages)"
         )
-    found: list[Any] = list(prompts)
-    return [found] if found and isinstance(found[0], Real) else found
+    several: list[Any] = list(prompts)
+    return [several] if several and isinstance(several[0], Real) else several
 
 
 def _require(condition: bool, message: str, param: str) -> None:

@@ -28,12 +28,12 @@ def recommended_sampling(directory: Path) -> dict[str, Any]:
         content = json.loads(read_small(path))
         if not isinstance(content, dict):
             raise RequestError("expected a JSON object")
-        found = {name: content[name] for name in _NAMES if content.get(name) is not None}
+        recommended = {name: content[name] for name in _NAMES if content.get(name) is not None}
         if content.get("do_sample") is not None and not arguments.flag("do_sample", content["do_sample"]):
-            found["temperature"] = 0.0
+            recommended["temperature"] = 0.0
         elif content.get("do_sample"):
-            found.setdefault("temperature", 1.0)
-        SamplingParams(**found)
+            recommended.setdefault("temperature", 1.0)
+        SamplingParams(**recommended)
     except (OSError, ValueError, RecursionError, RequestError) as error:
         raise RequestError(f"{path}: {error}; --generation_config none ignores it") from error
-    return found
+    return recommended

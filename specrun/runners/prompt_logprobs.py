@@ -37,11 +37,11 @@ class ScoredTexts(HostTexts):
         start = self.runner.rows.lengths[row]
         logits = self.runner.score(request.tokens[:-1], row, count)
         for token, following in zip(request.tokens[start + 1 :], logits, strict=False):
-            found = log_probability(following, token, request.prompt_logprobs or 0)
-            if math.isnan(found.logprob):
+            logprob = log_probability(following, token, request.prompt_logprobs or 0)
+            if math.isnan(logprob.logprob):
                 request.fail(BackendError(NON_FINITE_LOGITS))
                 return
-            request.prompt_token_logprobs.append(found)
+            request.prompt_token_logprobs.append(logprob)
 
     @override
     def _loads_prefix(self, request: Request) -> bool:

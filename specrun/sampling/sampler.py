@@ -62,13 +62,13 @@ def _biases(name: str, biases: Any) -> dict[int, float]:
         raise RequestError(f"{name} {show(biases)}: expected token ids and numbers")
     if len(biases) > MAX_BIASES:
         raise RequestError(f"{name}: {len(biases)} tokens, expected at most {MAX_BIASES}")
-    found = {whole(name, token): number(f"{name} {token}", bias) for token, bias in biases.items()}
-    for token, bias in found.items():
+    checked = {whole(name, token): number(f"{name} {token}", bias) for token, bias in biases.items()}
+    for token, bias in checked.items():
         if token < 0 or not (abs(bias) <= LARGEST_BIAS or bias == -math.inf):
             raise RequestError(
                 f"{name} {token}: {bias}: expected a token id, and -{LARGEST_BIAS} to {LARGEST_BIAS} or -inf"
             )
-    return found
+    return checked
 
 
 class SamplingKeywords(TypedDict, total=False):

@@ -214,10 +214,10 @@ async def _error(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail), headers=error.headers)
-    found = as_api_error(error)
-    if found.status == 500:
+    api_error = as_api_error(error)
+    if api_error.status == 500:
         log.error("%s: %r", request.state.id, error, exc_info=error)
-    return _answer(found)
+    return _answer(api_error)
 
 
 def _answer(error: ApiError) -> Response:

@@ -203,9 +203,9 @@ class EngineThread:
             self._step_began = None
 
     def _hand_out(self) -> None:
-        found = [(entry, entry[0].update()) for entry in self._watched]
-        self._watched = [entry for entry, update in found if not (update and update.ended)]
-        updates = [RequestUpdate(submission, number, update) for (_, submission, number), update in found if update]
+        updated = [(entry, entry[0].update()) for entry in self._watched]
+        self._watched = [entry for entry, update in updated if not (update and update.ended)]
+        updates = [RequestUpdate(submission, number, update) for (_, submission, number), update in updated if update]
         if any(one.update.token_outputs for one in updates):
             self._failed_steps = 0
         if updates:

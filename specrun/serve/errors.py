@@ -59,7 +59,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 def without_paths(message: str) -> str:
     """``message`` with names in place of paths, whose folders are not the clients' concern."""
-    return _PATH.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], message)
+    return _PATH.sub(lambda match: match[0].rstrip("/").rpartition("/")[2], message)
 
 
 def _kind(status: int) -> str:

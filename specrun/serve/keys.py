@@ -42,11 +42,11 @@ def read_keys(path: Path | None) -> list[ApiKey]:
 def find_key(keys: list[ApiKey], authorization: str) -> ApiKey | None:
     """The key that an Authorization header gives. It takes as long for a wrong key as for a right one."""
     kind, _, given = authorization.partition(" ")
-    found = None
+    matching = None
     for key in keys:
         if hmac.compare_digest(given.strip().encode(errors="replace"), key.secret) and kind.lower() == "bearer":
-            found = key
-    return found
+            matching = key
+    return matching
 
 
 def _lines(path: Path) -> list[list[str]]:

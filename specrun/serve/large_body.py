@@ -56,7 +56,7 @@ class LargeBodies:
         except OSError:
             return
         try:
-            found = await asyncio.wait_for(_ask(process, path, data, max_prompt_len), _SECONDS)
+            refused = await asyncio.wait_for(_ask(process, path, data, max_prompt_len), _SECONDS)
         except BaseException as error:  # Its answer would be taken for that to the next body.
             await self.close()
             if not isinstance(error, Exception):
@@ -65,8 +65,8 @@ class LargeBodies:
                 raise ApiError(400, "the body could not be read; send a smaller one") from error
             return
         self._works = True
-        if found:
-            raise ApiError(**found)
+        if refused:
+            raise ApiError(**refused)
 
     async def close(self) -> None:
         """End the process. The next body begins another one."""
@@ -90,8 +90,8 @@ async def _ask(process: Process, path: str, data: bytes, max_prompt_len: int) ->
     process.stdin.write(json.dumps([path, max_prompt_len, len(data)]).encode() + b"\n")
     process.stdin.write(data)
     await process.stdin.drain()
-    found: dict[str, Any] = json.loads(await process.stdout.readline())
-    return found
+    reply: dict[str, Any] = json.loads(await process.stdout.readline())
+    return reply
 
 
 def refusal(path: str, data: bytes, max_prompt_len: int) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def refusal(path: str, data: bytes, max_prompt_len: int) -> dict[str, Any]:
     try:
         _READERS[path](parse(data), DEFAULTS, max_prompt_len)
     except (ApiError, RequestError) as error:
-        found = as_api_error(error)
-        return {"status": found.status, "message": found.message, "param": found.param, "code": found.code}
+        shown = as_api_error(error)
+        return {"status": shown.status, "message": shown.message, "param": shown.param, "code": shown.code}
     return {}
 
 

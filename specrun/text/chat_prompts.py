@@ -43,12 +43,12 @@ class ChatPrompts:
             raise RequestError(
                 "tools: the chat template has none; leave them out, or give another --chat_template", "tools"
             )
-        found = self._tool_format or find_format(source)
-        if found is None:
+        tool_format = self._tool_format or find_format(source)
+        if tool_format is None:
             raise RequestError(
                 "tools: the chat template shows no known form of calls; give --tool_call_format", "tools"
             )
-        return found
+        return tool_format
 
     @cached_property
     def _template(self) -> ChatTemplate:

@@ -72,10 +72,10 @@ class ChatTemplate:
         """
         source = self._own_tools_source or self._source
         try:
-            found = jinja2.meta.find_undeclared_variables(make_environment().parse(source))
+            variables = jinja2.meta.find_undeclared_variables(make_environment().parse(source))
         except Exception as error:
             raise self._failed(error) from error
-        return source if "tools" in found else None
+        return source if "tools" in variables else None
 
     @cached_property
     def _tools_template(self) -> jinja2.Template:
@@ -165,17 +165,17 @@ def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """The templates' texts by name, from the first of the places where checkpoints keep them; most have one."""
     if (file := directory / TEMPLATE_NAME).is_file():
         return {_DEFAULT: file.read_text(encoding="utf-8")}
-    found = settings.get("chat_template")
-    if found is None:
-        found = _read_object(directory / LEGACY_TEMPLATE_NAME).get("chat_template")
-    if isinstance(found, list):  # Of several, under names.
-        named = {entry["name"]: entry["template"] for entry in found if _is_named_template(entry)}
-        if found and _DEFAULT not in named:
+    templates = settings.get("chat_template")
+    if templates is None:
+        templates = _read_object(directory / LEGACY_TEMPLATE_NAME).get("chat_template")
+    if isinstance(templates, list):  # Of several, under names.
+        named = {entry["name"]: entry["template"] for entry in templates if _is_named_template(entry)}
+        if templates and _DEFAULT not in named:
             raise ValueError(f"chat_template has no template called {_DEFAULT}, only {sorted(named)}")
         return named
-    if not isinstance(found, str | None):
-        raise ValueError(f"chat_template is of the type {type(found).__name__}")
-    return {_DEFAULT: found} if found else {}
+    if not isinstance(templates, str | None):
+        raise ValueError(f"chat_template is of the type {type(templates).__name__}")
+    return {_DEFAULT: templates} if templates else {}
 
 
 def _is_named_template(entry: object) -> bool:
@@ -186,13 +186,13 @@ def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, s
     """Special tokens by name. Older checkpoints have a file for them; newer ones list all tokens in the settings."""
     if "added_tokens_decoder" not in settings:
         settings = {**settings, **_read_object(directory / SPECIAL_TOKENS_NAME)}
-    found = {}
+    tokens = {}
     for name in _SPECIAL_TOKENS:
         token = settings.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
-            found[name] = token
-    return found
+            tokens[name] = token
+    return tokens
 
 
 def _read_object(path: Path) -> dict[str, Any]:

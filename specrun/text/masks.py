@@ -43,11 +43,11 @@ def fill_masks(
             masks[row] = 0
     if asked:
         words = -(-asked[0][1].grammar.vocab_size // 32)
-        found = np.full((len(asked), words), -1, np.int32)
+        filled = np.full((len(asked), words), -1, np.int32)
         began = time.perf_counter()
-        fill_next_token_bitmask_par(_executor(), [(at, number) for number, (_, _, at) in enumerate(asked)], found)
+        fill_next_token_bitmask_par(_executor(), [(at, number) for number, (_, _, at) in enumerate(asked)], filled)
         are_slow = time.perf_counter() - began > SLOW_MASK_SECONDS * len(asked)
-        own = found[:, : masks.shape[1]].view(np.uint32)
+        own = filled[:, : masks.shape[1]].view(np.uint32)
         for number, (row, matcher, _) in enumerate(asked):
             matcher.is_slow = are_slow  # The next one is timed by itself.
             masks[row] = 0  # The model may have more ids than the tokenizer.

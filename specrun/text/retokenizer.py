@@ -90,22 +90,22 @@ class Translator:
         return self._encode(spelled, is_first)
 
     def _encode_bytes(self, spelled: bytes, is_first: bool) -> Sequence[int]:
-        found: list[int] = []
+        token_ids: list[int] = []
         for part in _NOT_TEXT.split(spelled.decode(errors="surrogateescape")):
             if _NOT_TEXT.match(part):
-                found += self._encode_not_text(part.encode(errors="surrogateescape"))
+                token_ids += self._encode_not_text(part.encode(errors="surrogateescape"))
             elif part:
-                found += self._encode_text(part, is_first and not found)
-        return tuple(found)
+                token_ids += self._encode_text(part, is_first and not token_ids)
+        return tuple(token_ids)
 
     def _encode_text(self, text: str, is_first: bool) -> list[int]:
         """The draft's ids of ``text``, which other text stands before unless ``is_first``."""
         if not is_first:
             # Some tokenizers write the beginning of a text differently.
             anchor = "a" if text[0].isspace() else "\n"
-            before, found = self._anchors[anchor], _ids(self._draft, anchor + text)
-            if found[: len(before)] == before:
-                return found[len(before) :]
+            before, token_ids = self._anchors[anchor], _ids(self._draft, anchor + text)
+            if token_ids[: len(before)] == before:
+                return token_ids[len(before) :]
         return _ids(self._draft, text)
 
     def _encode_not_text(self, data: bytes) -> Iterator[int]:
@@ -177,7 +177,9 @@ def open_translator(
     Raises PairError where they have no token in common, and where one of them cannot encode a plain text.
     """
     try:
-        found = Translator(load_tokenizer(target, PairError), load_tokenizer(draft, PairError), target_size, draft_size)
+        translator = Translator(
+            load_tokenizer(target, PairError), load_tokenizer(draft, PairError), target_size, draft_size
+        )
     except PairError:
         raise
     except BaseException as problem:
@@ -185,12 +187,12 @@ def open_translator(
         raise PairError(
             f"{draft}: cannot translate between its tokenizer and that of {target} ({problem})"
         ) from problem
-    if not found.mapping.num_texts:
+    if not translator.mapping.num_texts:
         raise PairError(
             f"{draft}: its tokenizer has no token in common with that of {target}, so nothing can be drafted; use "
             "another draft"
         )
-    return found
+    return translator
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:

@@ -83,7 +83,7 @@ _WRITTEN = {"string", "pprint", "urlize", "e", "escape", "forceescape", "urlenco
 
 def _formatted(text: str, given: Any) -> int:
     """At most how many characters ``text`` has with ``given`` in its places."""
-    widths = [part for found in _WIDTH.findall(text) for part in found if part]
+    widths = [part for groups in _WIDTH.findall(text) for part in groups if part]
     numbers = [int(width[:20]) for width in widths if width != "*"]
     from_arguments = "*" in widths or re.search(r"\{[^{}]*\{", text)
     if from_arguments:
@@ -258,10 +258,10 @@ class _Namespace(Namespace):
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *rest = args
-        found = dict(*rest, **values)
-        for name in found:
+        attributes = dict(*rest, **values)
+        for name in attributes:
             _require_public(name)
-        Namespace.__init__(self, found)
+        Namespace.__init__(self, attributes)
 
     @override
     def __setitem__(self, name: str, value: Any) -> None:

@@ -104,10 +104,10 @@ _described: dict[str, TokenizerInfo] = {}
 
 def require_own_tokenizer(directory: Path, recorded: TokenizerInfo | None, error: type[SpecError]) -> None:
     """Raise ``error`` where the tokenizer in ``directory`` is not the ``recorded`` one: it would give other texts."""
-    found = describe_tokenizer(directory, error) if recorded else None
-    if recorded and found and found != recorded:
+    described = describe_tokenizer(directory, error) if recorded else None
+    if recorded and described and described != recorded:
         raise error(
-            f"{directory / TOKENIZER_NAME}: {found.vocab_size} tokens, fingerprint {found.fingerprint[:12]}; "
+            f"{directory / TOKENIZER_NAME}: {described.vocab_size} tokens, fingerprint {described.fingerprint[:12]}; "
             f"{CONFIG_NAME} was written for one of {recorded.vocab_size} tokens, fingerprint "
             f"{recorded.fingerprint[:12]}: make the directory again"
         )

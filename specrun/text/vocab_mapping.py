@@ -94,11 +94,11 @@ class VocabMapping:
 
 def _by_spelling(names: TokenBytes, size: int | None) -> dict[tuple[bytes, bool], int]:
     """The token of each spelling, (bytes, is special), among ids below ``size``."""
-    found: dict[tuple[bytes, bool], int] = {}
+    tokens: dict[tuple[bytes, bool], int] = {}
     for token in _plain_first(names, math.inf if size is None else size):
         if spelling := names.of(token):
-            found.setdefault((spelling, names.is_special(token)), token)
-    return found
+            tokens.setdefault((spelling, names.is_special(token)), token)
+    return tokens
 
 
 def _num_ids(names: TokenBytes) -> int:

@@ -19,7 +19,16 @@ from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.hybrid import HybridDrafter
 from specrun.drafters.model import ModelDrafter
-from specrun.drafters.suffix import MATCHED, MAX_MATCH, MAX_OCCURRENCES, Found, Index, PastTexts, SuffixDrafter, follow
+from specrun.drafters.suffix import (
+    MATCHED,
+    MAX_MATCH,
+    MAX_OCCURRENCES,
+    Index,
+    PastTexts,
+    SuffixDraft,
+    SuffixDrafter,
+    follow,
+)
 from specrun.errors import PairError, RequestError
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
@@ -121,7 +130,7 @@ def test_the_ids_are_the_targets_own(target: Path, draft: Path, kind: str, draft
         drafter = {"suffix": left, "hybrid": getattr(left, "suffix", None), "device": getattr(left, "drafter", None)}[
             kind
         ]
-        assert not drafter._own and not drafter._found
+        assert not drafter._own and not drafter._drafts
     if draft_len:
         assert 20 < accepted[0] < accepted[1]
 
@@ -189,7 +198,7 @@ def test_what_is_found_is_compared_even_where_the_model_drafts(target: Path, dra
     "committed, expected", [([4], (1, 1)), ([4, 9], (1, 2)), ([9], (0, 1)), ([4, 5, 6, 7], (3, 3))]
 )
 def test_what_was_found_is_compared_as_far_as_the_round_came(committed: list[int], expected: tuple[int, int]) -> None:
-    assert Found([4, 5, 6], [], AcceptanceRate()).compare(committed) == expected
+    assert SuffixDraft([4, 5, 6], [], AcceptanceRate()).compare(committed) == expected
 
 
 def lens_by(drafter: Drafter, finder: SuffixDrafter, plan: DraftPlan) -> list[int]:
@@ -197,7 +206,7 @@ def lens_by(drafter: Drafter, finder: SuffixDrafter, plan: DraftPlan) -> list[in
     requests = [Request([5, *[1, 2] * 20], SamplingParams(), 60) for _ in range(4)]
     finder.admit(requests)
     proposals = drafter.propose(requests, plan, [()] * 4)
-    assert [finder._found[request].tokens for request in requests] == [[1, 2, 1, 2]] * 4, "to be compared later"
+    assert [finder._drafts[request].tokens for request in requests] == [[1, 2, 1, 2]] * 4, "to be compared later"
     return [len(proposal.tokens) for proposal in proposals]
 
 

@@ -12,13 +12,13 @@ _OPERATORS = {"all_reduce": "AllReduce", "all_gather": "AllGather"}
 
 def use_collectives(model: ir.Model) -> int:
     """Put the operators in place of ``DistCollective``, in place. Returns how many there are."""
-    found = [node for node in model.graph if node.op_type == COLLECTIVE]
-    for number, node in enumerate(found):
+    collectives = [node for node in model.graph if node.op_type == COLLECTIVE]
+    for number, node in enumerate(collectives):
         operator = _OPERATORS[node.attributes["collective_operation"].as_string()]
         ranks = node.attributes["nb_rank"].as_int()
         own = ir.node(operator, node.inputs, {"ranks": ranks, "number": number}, domain=DOMAIN, name=node.name)
         own.outputs[0].type, own.outputs[0].name = node.outputs[0].type, node.outputs[0].name
         ir.convenience.replace_nodes_and_values(model.graph, node, [node], [own], node.outputs, own.outputs)
-    if found:
+    if collectives:
         model.opset_imports[DOMAIN] = VERSION
-    return len(found)
+    return len(collectives)

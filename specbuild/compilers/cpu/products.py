@@ -42,16 +42,18 @@ def use_own_products(model: ir.Model) -> int:
     products = [own for node in nodes if node.op_type == "MatMul" and (own := _product(node)) is not None]
     tables = [look for node in nodes if node.op_type == "Gather" and (look := _lookup(node)) is not None]
     adding = {node for own in products for node in own.adding} | {node for look in tables for node in look.adding}
-    found: dict[Any, list[_Product]] = {}
+    groups_by_key: dict[Any, list[_Product]] = {}
     for product in products:
         if product.nodes[0] not in adding:
-            found.setdefault(product.group, []).append(product)
+            groups_by_key.setdefault(product.group, []).append(product)
     lookups: dict[tuple[ir.Value, bool], list[_Lookup]] = {}
     """Row lookups, by the value that holds the table's numbers or codes and by its layout."""
     for lookup in tables:
         if lookup.nodes[0] not in adding:
             lookups.setdefault(lookup.table.place, []).append(lookup)
-    groups = [group[i : i + MOST_OUTPUTS] for group in found.values() for i in range(0, len(group), MOST_OUTPUTS)]
+    groups = [
+        group[i : i + MOST_OUTPUTS] for group in groups_by_key.values() for i in range(0, len(group), MOST_OUTPUTS)
+    ]
     if not groups:
         return 0
     for group in groups:
@@ -91,10 +93,10 @@ class _BlockValues:
 
     def numbers(self) -> Floats:
         """In float32, [N] or [blocks, N]."""
-        found = as_float32(self.stored)
+        matrix = as_float32(self.stored)
         if self.units is not None:
-            found = times_units(found, as_float32(self.units), 0 if self.is_transposed else 1)
-        return found.T if self.is_transposed else found
+            matrix = times_units(matrix, as_float32(self.units), 0 if self.is_transposed else 1)
+        return matrix.T if self.is_transposed else matrix
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,9 @@ class AnglesByPosition:
         for tokens in (size for size in (1, 2, 5) if size <= self._cache_length):
             for first in np.linspace(0, self._cache_length - tokens, 7).astype(np.int64):
                 # All positions were in one pass above. A row by itself shows whether they depend on each other.
-                for table, found in zip(tables, run(first[None], tokens), strict=True):
+                for table, actual in zip(tables, run(first[None], tokens), strict=True):
                     expected = table[None, first : first + tokens]
-                    if found.shape != expected.shape or not np.allclose(found, expected, rtol=0, atol=_ERROR):
+                    if actual.shape != expected.shape or not np.allclose(actual, expected, rtol=0, atol=_ERROR):
                         return None
         cos, sin = (
             initializer(self._graph, f"{value.name}.by_position", ir.tensor(np.ascontiguousarray(table)))
@@ -62,7 +62,7 @@ class AnglesByPosition:
 
 def _producers(values: Angles) -> set[ir.Node] | None:
     """What computes ``values`` of write_indices and sizes; None where others are read, or there are branches."""
-    found: set[ir.Node] = set()
+    nodes: set[ir.Node] = set()
     left = list(values)
     while left:
         value = left.pop()
@@ -70,13 +70,13 @@ def _producers(values: Angles) -> set[ir.Node] | None:
         if node is None:
             if value.const_value is None and value.name != WRITE_INDICES:
                 return None
-        elif node not in found:
+        elif node not in nodes:
             if any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()):
                 return None
-            found.add(node)
+            nodes.add(node)
             reads_sizes = node.op_type == "Shape" and node.inputs[0] is not None and node.inputs[0].name == INPUT_IDS
             left += [] if reads_sizes else [given for given in node.inputs if given is not None]
-    return found
+    return nodes
 
 
 def _compile(nodes: list[ir.Node], outputs: Angles, imports: dict[str, int]) -> Callable[..., list[Floats]]:
@@ -96,7 +96,7 @@ def _compile(nodes: list[ir.Node], outputs: Angles, imports: dict[str, int]) -> 
 
     def run(first: npt.NDArray[np.int64], tokens: int) -> list[Floats]:
         feed = {INPUT_IDS: np.zeros((len(first), tokens), np.int64), WRITE_INDICES: first}
-        found: list[Floats] = session.run(None, feed)
-        return found
+        outputs: list[Floats] = session.run(None, feed)
+        return outputs
 
     return run

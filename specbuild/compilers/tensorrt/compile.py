@@ -214,8 +214,8 @@ def _log(trt: Any) -> Any:
             return self.errors[0] if self.errors else "no reason given"
 
         def unused(self) -> str | None:
-            found = [text for text in self.warnings if "unused" in text.lower() and "input" in text.lower()]
-            return found[0] if found else None
+            matching = [text for text in self.warnings if "unused" in text.lower() and "input" in text.lower()]
+            return matching[0] if matching else None
 
         def notes(self) -> list[str]:
             return [text for text in self.warnings if "Int64 binding" not in text]

@@ -190,12 +190,12 @@ def _give_channels_one_scale(
 
 def _by_channel(codes: ir.TensorProtocol, scales: ir.TensorProtocol, block: int, axis: int) -> _ByChannel:
     """Codes, and scales of blocks along ``axis`` -> codes with one scale along it, and the scales in the same type."""
-    found, steps = (np.moveaxis(np.asarray(tensor.numpy()), axis, -2) for tensor in (codes, scales))
-    own = np.empty_like(found)
+    values, steps = (np.moveaxis(np.asarray(tensor.numpy()), axis, -2) for tensor in (codes, scales))
+    own = np.empty_like(values)
     own_scales = np.empty((*steps.shape[:-2], 1, steps.shape[-1]), steps.dtype)
-    for first in range(0, found.shape[-1], _COLUMNS):
+    for first in range(0, values.shape[-1], _COLUMNS):
         part = slice(first, first + _COLUMNS)
-        weight = found[..., part] * np.repeat(steps[..., part].astype(np.float32), block, axis=-2)
+        weight = values[..., part] * np.repeat(steps[..., part].astype(np.float32), block, axis=-2)
         largest = np.abs(weight).max(axis=-2, keepdims=True)
         own_scales[..., part] = np.where(largest, largest, 127) / 127
         own[..., part] = np.rint(weight / own_scales[..., part].astype(np.float32)).clip(-127, 127)
@@ -276,12 +276,12 @@ def _turn(graph: ir.Graph, node: ir.Node) -> bool:
     points = np.broadcast_to(np.where(is_negative, ends - old, old) if ends else old, is_negative.shape)
 
     def turned() -> ir.TensorProtocol:
-        found = np.asarray(stored.numpy()).astype(np.int16)
+        integers = np.asarray(stored.numpy()).astype(np.int16)
 
         def spread(groups: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return np.repeat(groups, block, axis=axis).take(range(found.shape[axis]), axis)
+            return np.repeat(groups, block, axis=axis).take(range(integers.shape[axis]), axis)
 
-        codes = np.where(spread(is_negative), ends - found, np.where(spread(is_zero), spread(points), found))
+        codes = np.where(spread(is_negative), ends - integers, np.where(spread(is_zero), spread(points), integers))
         return ir.Tensor(codes.astype(stored.dtype.numpy()), dtype=stored.dtype)
 
     shape = ir.Shape(list(stored.shape.numpy()))
@@ -317,9 +317,9 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
     dtype = node.outputs[0].dtype or steps.dtype
 
     def offsets(others: ir.TensorProtocol | None = None) -> ir.TensorProtocol:
-        found = (middle - as_float32(zeros)) * as_float32(steps)
-        found = found if others is None else found + as_float32(others)
-        return ir.Tensor(found.reshape(*experts, -1, columns).astype(dtype.numpy()))
+        weights = (middle - as_float32(zeros)) * as_float32(steps)
+        weights = weights if others is None else weights + as_float32(others)
+        return ir.Tensor(weights.reshape(*experts, -1, columns).astype(dtype.numpy()))
 
     shape = ir.Shape([*experts, rows, columns])
     value = graphs.initializer(graph, f"{codes.name}.signed", ir.LazyTensor(signed, kind, shape))

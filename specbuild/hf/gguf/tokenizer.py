@@ -34,12 +34,12 @@ def end_token_ids(file: GgufFile) -> list[int]:
     metadata = file.metadata
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, kinds = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
-    found = {
+    special = {
         number
         for number, (text, kind) in enumerate(zip(tokens, kinds, strict=False))
         if text in _END_TEXTS and kind in (_CONTROL, _USER_DEFINED)
     }
-    return sorted(found | {token for token in named if isinstance(token, int)})
+    return sorted(special | {token for token in named if isinstance(token, int)})
 
 
 def save_tokenizer_files(file: GgufFile, directory: Path) -> None:
@@ -95,12 +95,12 @@ def save_tokenizer_files(file: GgufFile, directory: Path) -> None:
 
 
 def _special_tokens(metadata: dict[str, Any]) -> dict[str, str | None]:
-    tokens, found = metadata["tokenizer.ggml.tokens"], dict[str, str | None]()
+    tokens, special = metadata["tokenizer.ggml.tokens"], dict[str, str | None]()
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")
         is_token = isinstance(number, int) and 0 <= number < len(tokens)
-        found[f"{name}_token"] = tokens[number] if is_token else None
-    return found
+        special[f"{name}_token"] = tokens[number] if is_token else None
+    return special
 
 
 def _post_processor(begin: str | None, metadata: dict[str, Any]) -> Any:

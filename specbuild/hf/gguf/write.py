@@ -102,8 +102,8 @@ def _read(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
 
 def _name(file: GgufFile, tensor: GgufTensor) -> tuple[str, str, str]:
     """The module in transformers, ``weight`` or ``bias``, and llama.cpp's name of the module."""
-    if (found := _LAYER.fullmatch(tensor.name)) is not None:
-        layer, own, part = found.groups()
+    if (match := _LAYER.fullmatch(tensor.name)) is not None:
+        layer, own, part = match.groups()
         known = _MODULES | _OF_ARCHITECTURE.get(file.architecture, {})
         if own in known:
             return f"model.layers.{int(layer)}.{known[own]}", part, own

@@ -105,7 +105,7 @@ class Section:
 
     def sections(self) -> list[Section]:
         """Every object inside this one. Raises CheckpointError where something else stands there."""
-        return [found for name in self.values if (found := self.section(name)) is not None]
+        return [section for name in self.values if (section := self.section(name)) is not None]
 
     def _first(self, names: tuple[str, ...]) -> str:
         return next((name for name in names if self.values.get(name) is not None), names[0])

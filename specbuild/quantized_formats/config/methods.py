@@ -142,8 +142,8 @@ def _gptq_form(section: Section, base: Section) -> Form:
 
 
 def _changes(dynamic: Section, pattern: str) -> dict[str, object]:
-    found = dynamic.section(pattern)
-    return {} if found is None else found.values
+    section = dynamic.section(pattern)
+    return {} if section is None else section.values
 
 
 def _rules(section: Section, form: Form, *names: str) -> tuple[Rule, ...]:

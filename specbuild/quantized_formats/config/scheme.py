@@ -83,7 +83,7 @@ class Scheme:
 
     def require_quantized(self, names: Iterable[str]) -> None:
         """Raise CheckpointError where none of the tensors ``names`` is a quantized weight's."""
-        if not any((found := self.split(name)) and found[1] in _MARKS for name in names):
+        if not any((parts := self.split(name)) and parts[1] in _MARKS for name in names):
             raise CheckpointError(
                 f"{self.path}: says that weights are quantized ({self.method}), and no tensor is; remove "
                 "quantization_config if the weights were dequantized, or download them again"
@@ -99,9 +99,9 @@ class Scheme:
 
         Raises CheckpointError where the tensors contradict the configuration or each other.
         """
-        found = Module(self.path, module, tensors)
+        read = Module(self.path, module, tensors)
         if not set(tensors) & set(self.suffixes):
-            raise found.error(f"{module} has no tensors of a weight, only {sorted(tensors)[:8]}")
+            raise read.error(f"{module} has no tensors of a weight, only {sorted(tensors)[:8]}")
         marks = sorted(_MARKS & set(tensors))
         weight = tensors.get("weight")
         dense = not marks and weight is not None and weight.dtype in _DENSE
@@ -109,28 +109,28 @@ class Scheme:
         if dense and (form is None or not self.strict):
             return None
         if form is None:
-            raise found.error(
+            raise read.error(
                 f"{module} is said not to be quantized, and yet it has {marks or [weight and weight.dtype]}"
             )
         if dense and weight is not None:
-            raise found.error(f"{weight.name} is {weight.dtype}, though {module} is said to be quantized")
-        return READERS[form.reader](found, form)
+            raise read.error(f"{weight.name} is {weight.dtype}, though {module} is said to be quantized")
+        return READERS[form.reader](read, form)
 
     def experts(self, module: str, tensors: Mapping[str, NumpyTensor]) -> tuple[Packed, ...]:
         """The weights of stacked experts in MXFP4: uint8 ``blocks`` [E, N, K / 32, 16], ``scales`` [E, N, K / 32].
 
         transformers: integrations/mxfp4.py, convert_moe_packed_tensors. Raises CheckpointError.
         """
-        found = Module(self.path, module, tensors)
+        read = Module(self.path, module, tensors)
         form = self.form(module)
         if form is None or form.reader != "mxfp4":
-            raise found.error(f"{module} is not said to be stacked in MXFP4")
+            raise read.error(f"{module} is not said to be stacked in MXFP4")
         byte = (np.dtype(np.uint8),)
-        blocks, scales = found.need("blocks", dtypes=byte), found.need("scales", dtypes=byte)
+        blocks, scales = read.need("blocks", dtypes=byte), read.need("scales", dtypes=byte)
         if len(blocks.shape) != 4 or blocks.shape[3] != 16 or 0 in blocks.shape:
-            raise found.error(f"{blocks.name} of shape {list(blocks.shape)}, expected [experts, outputs, groups, 16]")
+            raise read.error(f"{blocks.name} of shape {list(blocks.shape)}, expected [experts, outputs, groups, 16]")
         count, outputs, groups, _ = blocks.shape
-        found.shaped(scales, (count, outputs, groups))
+        read.shaped(scales, (count, outputs, groups))
         return tuple(
             READERS["mxfp4"](
                 Module(
@@ -148,13 +148,13 @@ class Scheme:
 
     def cache_scales(self, tensor: NumpyTensor, heads: int) -> Array:
         """The values of ``tensor``, one of ``CACHE_SCALES``: of each head, [heads]. Raises CheckpointError."""
-        found = Module(self.path, tensor.name, {})
+        read = Module(self.path, tensor.name, {})
         if int(np.prod(tensor.shape)) == 1:
-            return np.full(heads, found.scalar(tensor), np.float32)
-        found.shaped(tensor, (heads, 1, 1), (heads, 1), (heads,))
-        values = found.finite(tensor).astype(np.float32).reshape(-1)
+            return np.full(heads, read.scalar(tensor), np.float32)
+        read.shaped(tensor, (heads, 1, 1), (heads, 1), (heads,))
+        values = read.finite(tensor).astype(np.float32).reshape(-1)
         if not (values > 0).all():
-            raise found.error(f"{tensor.name} holds a scale that is not above 0")
+            raise read.error(f"{tensor.name} holds a scale that is not above 0")
         return values
 
 

@@ -83,7 +83,7 @@ def _metadata(path: Path) -> dict[str, str]:
             if length > _LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
-        found = header.get("__metadata__", {})
-        return {name: text for name, text in found.items() if isinstance(text, str)}
+        metadata = header.get("__metadata__", {})
+        return {name: text for name, text in metadata.items() if isinstance(text, str)}
     except (ValueError, OSError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a safetensors file (unreadable header); download it again") from error

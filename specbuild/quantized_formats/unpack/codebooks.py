@@ -170,11 +170,11 @@ def _read_state(module: Module) -> _State:
     try:
         state: dict[str, Any] = json.loads(tensor.read().tobytes())
         outputs, inputs = state["shape"]
-        found = _State(outputs, inputs, state["blocksize"], state.get("nested_blocksize", 256), 0.0)
+        described = _State(outputs, inputs, state["blocksize"], state.get("nested_blocksize", 256), 0.0)
         offset = float(state.get("nested_offset", 0))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise module.error(f"{tensor.name} is no description of a weight with two dimensions") from error
-    sizes = (found.outputs, found.inputs, found.block, found.nested_block)
+    sizes = (described.outputs, described.inputs, described.block, described.nested_block)
     if not all(type(size) is int and 0 < size < 2**31 for size in sizes) or not math.isfinite(offset):
         raise module.error(f"{tensor.name} has sizes that no weight has: {sizes}, offset {offset:g}")
     return _State(*sizes, offset)

@@ -85,10 +85,10 @@ def gguf(module: Module, form: Form) -> Packed:
         count = row_bytes // size * each
 
         def read() -> Array:
-            found = np.concatenate([own.unpack(part).reshape(len(part), -1) for part in _rows(stored, size)])
-            if own.dtype != ir.DataType.INT8 and not np.isfinite(found).all():
+            matrix = np.concatenate([own.unpack(part).reshape(len(part), -1) for part in _rows(stored, size)])
+            if own.dtype != ir.DataType.INT8 and not np.isfinite(matrix).all():
                 raise module.not_finite(stored)
-            return found if form.is_table else found[order].T
+            return matrix if form.is_table else matrix[order].T
 
         return lazy(own.dtype, (outputs, count) if form.is_table else (count, outputs), read)
 

@@ -142,16 +142,16 @@ def answer_with_server(
         }
         try:
             if example.text is not None:
-                found = call("POST", "completions", {**body, "prompt": example.text})["choices"][0]["text"]
+                output = call("POST", "completions", {**body, "prompt": example.text})["choices"][0]["text"]
             else:
-                found = call("POST", "chat/completions", {**body, "messages": example.messages})["choices"][0][
+                output = call("POST", "chat/completions", {**body, "messages": example.messages})["choices"][0][
                     "message"
                 ]["content"]
         except RequestError as error:
             return prompt, error
         except (KeyError, IndexError, TypeError) as error:
             raise BackendError(f"--server {url}: its answer is none of OpenAI's API ({error!r})") from error
-        return prompt, found if isinstance(found, str) else RequestError("the answer has no text")
+        return prompt, output if isinstance(output, str) else RequestError("the answer has no text")
 
     with client, ThreadPoolExecutor(concurrency) as pool:
         pending: set[Future[Answer]] = set()
@@ -201,13 +201,13 @@ def answer_with_model(
             ids[number, width - len(own) :], mask[number, width - len(own) :] = own, 1
         most = min(sampling.max_output_len, maker.max_length - width)
         with torch.no_grad():
-            found = generate(
+            generated = generate(
                 ids.to(model.device),
                 attention_mask=mask.to(model.device),
                 max_new_tokens=most,
                 pad_token_id=min(ends, default=0),
                 **manner,
             )
-        for (prompt, _), output in zip(rows, found[:, width:].tolist(), strict=True):
+        for (prompt, _), output in zip(rows, generated[:, width:].tolist(), strict=True):
             length = next((place for place, token in enumerate(output) if token in ends), len(output))
             yield prompt, maker.text(output[:length])

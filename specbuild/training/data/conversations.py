@@ -100,14 +100,14 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 def _read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """Lines that are not blank. Raises BuildConfigError where there is none, or the file cannot be read as UTF-8."""
-    found = False
+    has_any = False
     try:
         with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    found = True
+                    has_any = True
                     yield f"{option} {path}: line {number}", line
     except (OSError, UnicodeDecodeError) as error:
         raise BuildConfigError(f"{option} {path}: cannot be read as UTF-8 text ({error})") from error
-    if not found:
+    if not has_any:
         raise BuildConfigError(f"{option} {path}: is empty; expected a JSON object a line")

@@ -180,13 +180,13 @@ class RowMaker:
 
     def _encode(self, text: str, example: Example, special: bool) -> tuple[torch.Tensor, list[int]]:
         """Ids [S], and the place in the text where each token begins."""
-        found = self._tokenizer.encode(text, add_special_tokens=special)
-        if found.ids and max(found.ids) >= self._vocab_size:
+        encoding = self._tokenizer.encode(text, add_special_tokens=special)
+        if encoding.ids and max(encoding.ids) >= self._vocab_size:
             raise BuildConfigError(
-                f"{example.where}: has the token {max(found.ids)}, and the model knows {self._vocab_size}; its "
+                f"{example.where}: has the token {max(encoding.ids)}, and the model knows {self._vocab_size}; its "
                 "tokenizer is another model's"
             )
-        return torch.tensor(found.ids, dtype=torch.int32), [start for start, _ in found.offsets]
+        return torch.tensor(encoding.ids, dtype=torch.int32), [start for start, _ in encoding.offsets]
 
     def _render(self, example: Example) -> tuple[str, list[tuple[int, int]]]:
         """A conversation's text up to its last answer, and where its answers are.

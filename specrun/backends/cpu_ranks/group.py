@@ -138,32 +138,32 @@ class RankGroup:
 
     def _accept(self, listener: socket.socket, ranks: int, token: str) -> None:
         """Wait for the ranks' connections. All that come are heard side by side, so strangers hold nothing up."""
-        until, found = time.monotonic() + _TO_START, dict[int, Link]()
+        until, links = time.monotonic() + _TO_START, dict[int, Link]()
         strangers: dict[Newcomer, float] = {}
         """Deadline for each to send the token, by ``time.monotonic``."""
         listener.setblocking(False)
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             try:
-                while len(found) < ranks:
+                while len(links) < ranks:
                     if self._launcher.poll() is not None or time.monotonic() > until:
                         raise self._not_started(ranks)
                     for key, _ in selector.select(0.5):
                         if key.fileobj is listener:
                             _welcome(listener, selector, strangers)
                         else:
-                            self._hear(key.data, token, found, selector, strangers)
+                            self._hear(key.data, token, links, selector, strangers)
                     _dismiss(selector, strangers)
             finally:
                 for stranger in strangers:
                     stranger.socket.close()
-        self.links = [found[rank] for rank in range(ranks)]
+        self.links = [links[rank] for rank in range(ranks)]
 
     def _hear(
         self,
         newcomer: Newcomer,
         token: str,
-        found: dict[int, Link],
+        links: dict[int, Link],
         selector: selectors.BaseSelector,
         strangers: dict[Newcomer, float],
     ) -> None:
@@ -181,10 +181,10 @@ class RankGroup:
             newcomer.socket.close()
             return
         rank = hello["rank"]
-        found[rank] = newcomer.link()
+        links[rank] = newcomer.link()
         if rank < self.here:
             self._processes[rank] = hello["process"]
-        self._selector.register(found[rank].socket, selectors.EVENT_READ, rank)
+        self._selector.register(links[rank].socket, selectors.EVENT_READ, rank)
 
     def _not_started(self, ranks: int) -> BackendError:
         advice = f"; does 'ssh {self._hosts[-1]}' need no password?" if self._hosts else ""
@@ -225,7 +225,7 @@ class RankGroup:
 def last_words(log: str) -> str:
     """Why a rank has ended, or the last line that one has written, by what all ranks and the launcher wrote."""
     lines = [line.strip() for line in log.splitlines()]
-    failures = [found[1] for line in lines if (found := _LAUNCHERS_CAUSE.match(line))]
+    failures = [match[1] for line in lines if (match := _LAUNCHERS_CAUSE.match(line))]
     lines = [line for line in lines if line and not line.startswith(_LAUNCHERS_OWN)] or failures[:1]
     # Ranks that end at the same time write into each other's lines, and may break each of them.
     own, launchers = ([line.split(cause)[-1] for line in lines if cause in line] for cause in _CAUSES)
@@ -270,7 +270,7 @@ def _mpiexec() -> str:
         raise BackendError("engines of several ranks run on Linux only")
     if importlib.util.find_spec("mpi4py") is None:
         raise BackendError(f"engines of several ranks need mpi4py and an MPI library: {_HOW}")
-    found = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if found is None:
+    launcher = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if launcher is None:
         raise BackendError(f"engines of several ranks need an MPI library, whose mpiexec is not here: {_HOW}")
-    return found
+    return launcher

@@ -67,12 +67,12 @@ def shares(target: Path, draft: Path | None, results: Sequence[Result]) -> list[
         ("target, verifying", target, lambda split: split.verify_ms.median),
         ("draft, a step", draft, lambda split: split.draft_step_ms.median),
     ]
-    found = []
+    shares_of_pair = []
     for name, directory, time_of in kinds:
         times = [milliseconds for split in splits if (milliseconds := time_of(split))]
         if directory and times:
-            found.append(Share(name, weight_bytes_of(directory), median(times), copy))
-    return found
+            shares_of_pair.append(Share(name, weight_bytes_of(directory), median(times), copy))
+    return shares_of_pair
 
 
 def weight_bytes_of(directory: Path) -> int:

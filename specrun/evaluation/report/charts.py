@@ -97,16 +97,16 @@ def categories(results: Sequence[Result]) -> str:
 
     Empty where prompts have no categories.
     """
-    found = [r for r in _of_first_batch_size(results) if r.by_category]
-    names = sorted({name for r in found for name in r.by_category}, reverse=True)
+    categorized = [r for r in _of_first_batch_size(results) if r.by_category]
+    names = sorted({name for r in categorized for name in r.by_category}, reverse=True)
     if not names:
         return ""
-    figure, axes = _chart(0.9 + _ROW * len(names) * max(1, len(found) * 0.5))
+    figure, axes = _chart(0.9 + _ROW * len(names) * max(1, len(categorized) * 0.5))
     axes.margins(y=0.01)
-    height = 0.8 / len(found)
-    for number, r in enumerate(found):
+    height = 0.8 / len(categorized)
+    for number, r in enumerate(categorized):
         rates = [100 * r.by_category[name]["draft_acceptance_rate"] if name in r.by_category else 0 for name in names]
-        places = [place + height * ((len(found) - 1) / 2 - number) for place in range(len(names))]
+        places = [place + height * ((len(categorized) - 1) / 2 - number) for place in range(len(names))]
         axes.barh(places, rates, height * 0.9, color=_LINES[number % len(_LINES)], label=_name(r))
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("accepted, % of drafted")
@@ -136,15 +136,15 @@ def rounds(results: Sequence[Result]) -> str:
     return _svg(figure, "rounds")
 
 
-def bandwidth(found: Sequence[Share]) -> str:
+def bandwidth(shares: Sequence[Share]) -> str:
     """Bytes read a second, beside a copy. Empty where nothing was timed."""
-    if not found:
+    if not shares:
         return ""
-    figure, axes = _chart(0.9 + _ROW * len(found) * 1.3)
-    bars = axes.barh(range(len(found)), [one.bandwidth / 1e9 for one in found], 0.6, color=TARGET)
-    axes.bar_label(bars, [f"{one.share:.0%}" for one in found], padding=3)
-    axes.axvline(found[0].copy / 1e9, color=LIMIT, linestyle="--", label="a copy")
-    axes.set_yticks(range(len(found)), [one.name for one in found])
+    figure, axes = _chart(0.9 + _ROW * len(shares) * 1.3)
+    bars = axes.barh(range(len(shares)), [one.bandwidth / 1e9 for one in shares], 0.6, color=TARGET)
+    axes.bar_label(bars, [f"{one.share:.0%}" for one in shares], padding=3)
+    axes.axvline(shares[0].copy / 1e9, color=LIMIT, linestyle="--", label="a copy")
+    axes.set_yticks(range(len(shares)), [one.name for one in shares])
     axes.invert_yaxis()
     axes.set_xlabel("GB/s")
     _legend_above(figure, axes)

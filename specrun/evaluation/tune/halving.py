@@ -42,8 +42,8 @@ def halve(
         for candidate in left:
             if time_is_over():
                 break
-            if (found := measure(candidate, number)) is not None:
-                trials[candidate] = Trial(candidate, number, found)
+            if (measurement := measure(candidate, number)) is not None:
+                trials[candidate] = Trial(candidate, number, measurement)
                 measured.append(trials[candidate])
         if time_is_over() or len(measured) < 2:
             break

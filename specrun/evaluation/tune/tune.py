@@ -64,9 +64,9 @@ class Speeds:
     def __init__(self) -> None:
         self._alone: dict[tuple[int, str, int], list[float]] = {}
 
-    def add(self, candidate: Candidate, found: Result) -> None:
+    def add(self, candidate: Candidate, result: Result) -> None:
         """Learn from a measurement."""
-        self._alone.setdefault(self._group(candidate), []).append(found.tokens_per_second_alone.median)
+        self._alone.setdefault(self._group(candidate), []).append(result.tokens_per_second_alone.median)
 
     def of(self, trial: Trial[Candidate, Result]) -> float:
         """Tokens a second."""
@@ -113,15 +113,15 @@ def tune(
         items = [{"prompt": one.prompt, "category": one.category} for one in spread_out(prompts, count)]
         options = {**(settings.bench or {}), **_bench_options(candidate, engines), "repetitions": repetitions}
         try:
-            found = run_bench(options, items, deadline - time.monotonic())
+            result = run_bench(options, items, deadline - time.monotonic())
         except RequestError as error:
             errors.append(error)
             report(f"round {number + 1}: {candidate}: left out: {error}")
             return None
-        if found:
-            speeds.add(candidate, found)
-            report(f"round {number + 1}: {candidate}: {found.tokens_per_second.median:.1f} tokens/s")
-        return found
+        if result:
+            speeds.add(candidate, result)
+            report(f"round {number + 1}: {candidate}: {result.tokens_per_second.median:.1f} tokens/s")
+        return result
 
     def time_is_over() -> bool:
         return time.monotonic() >= deadline
@@ -160,20 +160,20 @@ def _engines(
     report: Callable[[str], None],
 ) -> _Engines:
     """Build what is missing. A draft that does not fit is said; raises SpecError where the target has an error."""
-    found: _Engines = {}
+    engines: _Engines = {}
     for form in qformats:
         options = replace(build, qformat=form)
         alone = engines_of(target, None, options)
-        found[form, None] = alone
+        engines[form, None] = alone
         for draft in drafts:
             if draft in DRAFT_KINDS:
-                found[form, draft] = alone
+                engines[form, draft] = alone
                 continue
             try:
-                found[form, draft] = engines_of(target, draft, options)
+                engines[form, draft] = engines_of(target, draft, options)
             except SpecError as error:
                 report(f"{draft}, form {form}: left out: {error}")
-    return found
+    return engines
 
 
 def _bench_options(candidate: Candidate, engines: _Engines) -> dict[str, Any]:
