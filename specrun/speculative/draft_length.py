@@ -153,8 +153,8 @@ class DraftLength:
         elif self._measures_plain(promised / plain, known.counts[0]):
             return plain_plan
         lens = [min(longest if drafts_end else best, limit) for limit in limits]
-        draft_step = known.draft_step if by_row else None
-        plan = _ending(DraftPlan(lens), times, draft_step, max(plain, promised))
+        spent = known.expected_now() if by_row else ExpectedTimes(times)
+        plan = _ending(DraftPlan(lens), spent, by_row, max(plain, promised))
         return plan if drafts_end else _fixed(plan, alphas)
 
     def observe(self, requests: Sequence[Request], result: RoundResult, num_uncached_draft: int = 0) -> None:
@@ -227,16 +227,16 @@ class DraftLength:
         return False
 
 
-def _ending(plan: DraftPlan, times: Sequence[float], draft_step: float | None, tokens_per_second: float) -> DraftPlan:
+def _ending(plan: DraftPlan, times: ExpectedTimes, by_row: bool, tokens_per_second: float) -> DraftPlan:
     """``plan``, with drafts that end where the batch would write more in the time of another token.
 
-    times: of rounds with 0, 1, .. draft tokens. draft_step: the part of a draft step, where each row's token takes time
-    of its own beside it; None: a round takes the time of its longest draft.
+    by_row: whether each row's token takes time of its own beside the draft step of all rows. Else a round takes the
+    time of its longest draft.
     """
-    gains = [tokens_per_second * (later - sooner) for sooner, later in itertools.pairwise(times)]
-    if draft_step is None:
+    gains = [tokens_per_second * (later - sooner) for sooner, later in itertools.pairwise(times.rounds)]
+    if not by_row:
         return plan._replace(min_step_gain=gains)
-    step_gain = tokens_per_second * draft_step
+    step_gain = tokens_per_second * times.draft_step
     token_gains = [max(0.0, gain - step_gain) / len(plan.lens) for gain in gains]
     return plan._replace(min_survival=token_gains, min_step_gain=[step_gain] * len(gains))
 

@@ -73,10 +73,10 @@ class RoundTimes:
             for g, (usual, count, mean) in enumerate(zip(self.expected.rounds, self.counts, self._means, strict=True))
         ]
 
-    @property
-    def draft_step(self) -> float:
-        """Seconds of a further draft step, as expected, at the pace of now."""
-        return self._line()[0] * self.expected.draft_step
+    def expected_now(self) -> ExpectedTimes:
+        """What was expected, at the pace of T(0)."""
+        pace = self.estimate()[0] / self.expected.rounds[0]
+        return ExpectedTimes([pace * seconds for seconds in self.expected.rounds], pace * self.expected.draft_step)
 
     def _line(self) -> tuple[float, float]:
         """The scale a and the slope b of a * expected + b * draft_len that fit what was measured best.

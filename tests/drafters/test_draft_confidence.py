@@ -234,7 +234,7 @@ def test_a_draft_that_guesses_costs_little(tmp_path: Path, batch: int) -> None:
 def test_auto_has_all_that_the_best_fixed_length_has(tmp_path: Path, calibrated: float, batch: int) -> None:
     """Of drafts that are too humble, right and too sure of themselves, cheap and dear, from the first text on.
 
-    Where each row may have a draft length of its own, it has more in batches.
+    Where each row may have a draft length of its own, it loses nothing in batches.
     """
     pair = unsure_pair(tmp_path, calibrated)
     for form, cost in (("float32", 0.02), ("int4", 0.02), ("float32", 0.3)):
@@ -244,7 +244,7 @@ def test_auto_has_all_that_the_best_fixed_length_has(tmp_path: Path, calibrated:
         assert found <= best / 0.96, (form, cost)
         found = run(DraftTargetConfig(reuse_blocks=False), by_row=True)
         worth_it = (form, cost) == ("float32", 0.02) and batch > 1
-        assert found <= best / (1.02 if worth_it else 0.98), (form, cost)
+        assert found <= best / (1.0 if worth_it else 0.98), (form, cost)
 
 
 def test_one_limit_for_all_pairs_is_not_enough(tmp_path: Path) -> None:
