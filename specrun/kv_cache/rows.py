@@ -89,13 +89,13 @@ class CacheRows:
 
         tokens: the text of the row.
         """
-        known, blocks = self.prefix_cache.add(tokens[: self.lengths[row]])
-        if blocks:
-            try:
+        try:
+            known, blocks = self.prefix_cache.add(tokens[: self.lengths[row]])
+            if blocks:
                 self.cache.save(row, known * BLOCK, blocks)
-            except BaseException:
-                self.prefix_cache = PrefixCache(self.cache.blocks)  # It is unknown which blocks were written.
-                raise
+        except BaseException:
+            self.prefix_cache = PrefixCache(self.cache.blocks)  # It is unknown which blocks were written.
+            raise
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
