@@ -15,9 +15,9 @@ class DraftPlan(NamedTuple):
     lens: Sequence[int]
     """[B]: the most draft tokens of each row."""
     min_survival: Sequence[float] = ()
-    """[max(lens)], or none: the smallest survival with which a row's 1st, 2nd, .. draft token is verified."""
+    """[draft_len or more], or none: the smallest survival with which a row's 1st, 2nd, .. draft token is verified."""
     min_step_gain: Sequence[float] = ()
-    """[max(lens)], or none: what rows must promise together for the 1st, 2nd, .. draft step: see ``step_pays``."""
+    """[draft_len or more], or none: what all rows must promise for the 1st, 2nd, .. draft step; see ``step_pays``."""
 
     @property
     def draft_len(self) -> int:

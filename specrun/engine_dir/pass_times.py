@@ -47,7 +47,7 @@ class PairTimes(NamedTuple):
     draft: PassTimes | None
 
 
-def between(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
+def between(sizes: Sequence[int], values: Sequence[float], size: float) -> float:
     """The value at ``size``; beyond the outermost sizes, on the line through the nearest two."""
     if len(sizes) == 1:
         return values[0]

@@ -7,10 +7,11 @@ acceptance rate (arXiv 2211.17192). Both are measured. A non-speculative step is
    shorter, so that it is tried.
 2. If even that promises less than ``_MIN_GAIN``, the round is plain. Now and then a trial drafts nevertheless, because
    only drafting shows whether it has begun to pay. Trials cost at most ``_TRIAL_SHARE`` of the time.
-3. If drafting promises little, two plain rounds follow now and then, so that T(0) stays known.
+3. Two plain rounds follow behind the first ones that drafted, and now and then while drafting promises little, so that
+   T(0) stays known.
 4. Where drafts can end by themselves, they may have as many tokens as the rows can use, and end where another token
-   costs more time than it is worth (``DraftPlan``). Acceptance rates of tokens that were kept promise too much then,
-   so the measured yield of such rounds is what drafting has to offer.
+   costs more time than it is worth (``DraftPlan``). If rows of a batch drop tokens by themselves, acceptance rates are
+   those of the others and promise too much. Then the measured yield of rounds that draft stands in their place.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class DraftLength:
         known = self._times_of(rows)
         if not longest or (self._expected is None and len(self._times) == 1 and not known.counts[0]):
             return plain_plan
-        times, alphas = known.estimate(), self._rates(requests)
+        times, alphas = known.seconds, self._rates(requests)
         plain, *rates = _tokens_per_second(alphas, limits, times[: longest + 1])
         optimistic = [
             rate / (1 - _OPTIMISM / math.sqrt(n + 1)) for rate, n in zip(rates, known.counts[1:], strict=False)
@@ -155,7 +156,7 @@ class DraftLength:
         lens = [min(longest if drafts_end else best, limit) for limit in limits]
         spent = known.expected_now() if by_row else ExpectedTimes(times)
         plan = _ending(DraftPlan(lens), spent, by_row, max(plain, promised))
-        return plan if drafts_end else _fixed(plan, alphas)
+        return plan if drafts_end else _by_rates(plan, alphas)
 
     def observe(self, requests: Sequence[Request], result: RoundResult, num_uncached_draft: int = 0) -> None:
         """Learn from a round. num_uncached_draft: as it was told to ``choose``."""
@@ -176,7 +177,7 @@ class DraftLength:
         keep = 1 - 1 / _TRIAL_WINDOW
         self._elapsed, self._lost = self._elapsed * keep + result.seconds, self._lost * keep
         if drafted:
-            plain_seconds = known.estimate()[0] * committed / rows
+            plain_seconds = known.seconds[0] * committed / rows
             self._lost = max(0.0, self._lost + result.seconds - plain_seconds)
             self._yield_of(rows).add(committed, result.seconds)
         # A round that reads uncached tokens, or drops all drafts, takes longer than others of its length.
@@ -191,7 +192,7 @@ class DraftLength:
                 expected = self._expected(rows)
             elif self._times:
                 nearest = min(self._times, key=lambda size: max(size, rows) / min(size, rows))
-                expected = ExpectedTimes(self._times[nearest].estimate())
+                expected = ExpectedTimes(self._times[nearest].seconds)
             else:
                 expected = ExpectedTimes([1 + _DRAFT_TOKEN_SHARE * g for g in range(self.max_draft_len + 1)])
             self._times[rows] = RoundTimes(expected)
@@ -247,7 +248,7 @@ def _tokens_per_second(alphas: Sequence[float], limits: Sequence[int], times: Se
     alphas, limits: each row's acceptance rate and the most draft tokens it can use. times: [g + 1], of the rounds.
     """
     tokens = [0.0] * len(times)
-    for alpha, limit in zip(alphas, limits, strict=True):
+    for alpha, limit in zip(alphas, limits, strict=True):  # Twice a round, so ``expected_tokens`` would take too long.
         expected = power = 1.0
         for g in range(len(times)):
             tokens[g] += expected
@@ -257,7 +258,7 @@ def _tokens_per_second(alphas: Sequence[float], limits: Sequence[int], times: Se
     return [own / seconds for own, seconds in zip(tokens, times, strict=True)]
 
 
-def _fixed(plan: DraftPlan, alphas: Sequence[float]) -> DraftPlan:
+def _by_rates(plan: DraftPlan, alphas: Sequence[float]) -> DraftPlan:
     """``plan`` for drafts that do not end by themselves: each row has the tokens that survive at its own rate."""
     rows = zip(alphas, plan.lens, strict=True)
     lens = [sum(plan.keeps(place, alpha ** (place + 1)) for place in range(most)) for alpha, most in rows]

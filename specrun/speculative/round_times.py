@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
-from specrun.engine_dir.pass_times import PassTimes
+from specrun.engine_dir.pass_times import PassTimes, between
 
 _WINDOW = 256
 """Rounds after which older ones have lost most of their weight, so that a length of bad luck is tried again."""
@@ -51,12 +51,14 @@ class RoundTimes:
         """Measured rounds of each draft length. Older ones count less."""
         self._means = [0.0] * len(expected.rounds)
         """Their mean time in seconds."""
+        self.seconds: Sequence[float] = expected.rounds
+        """[g + 1]: seconds of rounds with 0, 1, .. draft tokens, by all that is known."""
 
     def add(self, draft_len: float, seconds: float) -> None:
         """Count a round in which rows had ``draft_len`` draft tokens on average."""
-        times = self.estimate()
+        times = self.seconds
         nearest = max(1, round(draft_len)) if draft_len else 0
-        seconds *= times[nearest] / _between(times, draft_len)
+        seconds *= times[nearest] / between(range(len(times)), times, draft_len)
         if any(self.counts):
             seconds = min(seconds, _OUTLIER * times[nearest])
         # Plain rounds, of which there may be thousands, say nothing new of those that draft.
@@ -64,9 +66,10 @@ class RoundTimes:
             self.counts[place] *= 1 - 1 / _WINDOW
         self.counts[nearest] += 1
         self._means[nearest] += (seconds - self._means[nearest]) / self.counts[nearest]
+        self.seconds = self._estimate()
 
-    def estimate(self) -> list[float]:
-        """Seconds of rounds with 0, 1, .. draft tokens: means of what was measured of each and of the line of all."""
+    def _estimate(self) -> list[float]:
+        """Means of what was measured of each length and of the line of all."""
         scale, slope = self._line()
         return [
             (count * mean + _EXPECTED_ROUNDS * (scale * usual + slope * g)) / (count + _EXPECTED_ROUNDS)
@@ -75,7 +78,7 @@ class RoundTimes:
 
     def expected_now(self) -> ExpectedTimes:
         """What was expected, at the pace of T(0)."""
-        pace = self.estimate()[0] / self.expected.rounds[0]
+        pace = self.seconds[0] / self.expected.rounds[0]
         return ExpectedTimes([pace * seconds for seconds in self.expected.rounds], pace * self.expected.draft_step)
 
     def _line(self) -> tuple[float, float]:
@@ -100,9 +103,3 @@ class RoundTimes:
         gg += _SLOPE_ROUNDS / usual_slope**2
         slope = max((pp * gt - pg * pt) / (pp * gg - pg * pg), -usual_slope)
         return (pt - slope * pg) / pp, slope
-
-
-def _between(times: Sequence[float], draft_len: float) -> float:
-    """The time of a round whose rows have ``draft_len`` draft tokens on average."""
-    whole = min(int(draft_len), len(times) - 2)
-    return times[whole] + (draft_len - whole) * (times[whole + 1] - times[whole])

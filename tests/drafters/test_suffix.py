@@ -224,6 +224,10 @@ def test_rows_wait_for_as_long_a_draft_as_pays() -> None:
     drafter, most = SuffixDrafter(False), [4] * 4
     for min_step_gain, expected in (([2.5, 1.9, 0.1, 0.9], 4), ([2.5, 2.1, 0, 0], 1), ([3.0, 0, 0, 0], 0)):
         assert lens_by(drafter, drafter, DraftPlan(most, (), min_step_gain)) == [expected] * 4
+    request = Request([5, *[1, 2] * 20], SamplingParams(), 60)
+    drafter.admit([request])
+    (proposal,) = drafter.propose([request], DraftPlan([4], (), [9.0] * 4), [()])
+    assert len(proposal.tokens) == 4, "nobody else waits"
 
 
 def test_nor_is_it_beside_a_model(target: Path, draft: Path) -> None:
