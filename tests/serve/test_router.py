@@ -47,10 +47,16 @@ class Fleet:
     servers: list[Server]
     url: str
     client: httpx.Client
+    log: Path
+    """The router's."""
 
     def complete(self, prompt: str, url: str | None = None) -> httpx.Response:
         body = {"model": "target", "prompt": prompt, "temperature": 0.9, "seed": 3, "max_tokens": 8}
-        return self.client.post(f"{url or self.url}/v1/completions", json=body)
+        try:
+            return self.client.post(f"{url or self.url}/v1/completions", json=body)
+        except httpx.TransportError as error:
+            error.add_note(self.log.read_text()[-3000:])
+            raise
 
     def prompt_tokens(self) -> list[float]:
         """What each server has read."""
@@ -85,10 +91,10 @@ def fleet(engines: Path, machines: list[Machine], tmp_path_factory: pytest.TempP
         workers = ["--worker-urls", *(server.url for server in servers)]
         process = subprocess.Popen([*command, *options, *limits, *workers], stdout=log, stderr=log)
         try:
-            fleet = Fleet(servers, f"http://127.0.0.1:{port}", httpx.Client(timeout=60))
+            fleet = Fleet(servers, f"http://127.0.0.1:{port}", httpx.Client(timeout=60), Path(log.name))
             deadline = time.monotonic() + 60
             while not is_ready(fleet):
-                assert process.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()
+                assert process.poll() is None and time.monotonic() < deadline, fleet.log.read_text()
                 time.sleep(0.2)
             yield fleet
         finally:
