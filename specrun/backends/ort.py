@@ -186,6 +186,8 @@ def open_session(
     if provider == "CUDAExecutionProvider":
         require_release(ort.__version__)
         options.enable_mem_pattern = False  # It would allocate in the second call of a shape, which is captured.
+        # Or weights lie in an arena that grows by powers of 2: for an 8B and a 1B by 3.4 GB more than they have.
+        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
     if config.backend.needs_cpu_operators:
         cpu_operators.register(options)
     optimized = provider == "CPUExecutionProvider"  # When it was built, for this processor.

@@ -52,7 +52,7 @@ class DeviceEvent(Protocol):
 
 
 class Device(Protocol):
-    """One GPU and one stream of work on it. Everything but ``zeros``, ``write`` and ``wait`` only queues work.
+    """One GPU and one stream of work on it. Everything but ``zeros`` and ``wait`` only queues work.
 
     Raises BackendError for whatever the device refuses.
     """
@@ -75,7 +75,7 @@ class Device(Protocol):
         """Queue zeros for ``array``."""
 
     def write(self, to: DeviceArray, values: npt.NDArray[Any]) -> None:
-        """Copy ``values``, of the same size, to the device; they may change afterwards."""
+        """Queue a copy of ``values``, of the same size, to the device; they may change at once."""
 
     def pinned_like(self, array: DeviceArray) -> npt.NDArray[Any]:
         """Host memory of the same shape that ``copy_to_host`` can fill without waiting."""
@@ -106,6 +106,9 @@ class Device(Protocol):
 
     def wait(self) -> None:
         """Return when all queued work is done."""
+
+    def problem(self) -> str | None:
+        """Why no work can be done here any more; None: it can. Any thread may ask, also during a capture."""
 
     def close(self) -> None:
         """Give all memory back."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from specrun.devices import Device, DeviceArray, DeviceEvent, Grid
 from specrun.devices.driver import why_no_gpu
 from specrun.errors import BackendError
 from specrun.optional_packages import how_to_install
+
+_STAGING_BYTES = 4 << 20
+"""Pinned memory through which the host's numbers pass, so that a copy of them need not be waited for."""
 
 
 def compile_kernels(arch: str, text: str, form: str = "cubin") -> Any:
@@ -61,6 +64,9 @@ class CudaDevice(Device):
         self._kernels: dict[str, tuple[Any, int, bool]] = {}
         self._memory: list[int] = []
         self._pinned: list[Any] = []
+        self._staging: npt.NDArray[np.uint8] | None = None
+        self._staged = 0
+        """Bytes of ``_staging`` that queued copies may not have read yet."""
         self._events: list[CudaEvent] = []
         self._timer: tuple[DeviceEvent, DeviceEvent] | None = None
         self._done: Any = None
@@ -112,10 +118,28 @@ class CudaDevice(Device):
         values = np.ascontiguousarray(values, to.dtype)
         if values.nbytes != to.nbytes:
             raise ValueError(f"{values.nbytes} bytes for an array of {to.nbytes}")
+        content, first = values.reshape(-1).view(np.uint8), 0
+        while first < len(content):
+            part = content[first : first + _STAGING_BYTES]
+            staged = self._stage(part)
+            with self._errors("refused a copy"):
+                self._check(
+                    self._driver.cuMemcpyHtoDAsync(to.address + first, staged.ctypes.data, len(part), self.stream)
+                )
+            first += len(part)
+
+    def _stage(self, content: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """A copy of ``content`` in pinned memory. Waits only where that memory is full of copies that are queued."""
+        if self._staging is None:
+            self._staging = self.pinned_like(DeviceArray(0, (_STAGING_BYTES,), np.dtype(np.uint8)))
+        if self._staged + len(content) > _STAGING_BYTES:
+            self.wait()
+        staged = self._staging[self._staged : self._staged + len(content)]
+        staged[:] = content
+        self._staged += len(content)
         with self._errors("refused a copy"):
             self.activate()
-            self._check(self._driver.cuMemcpyHtoDAsync(to.address, values.ctypes.data, to.nbytes, self.stream))
-            self._stream.sync()
+        return staged
 
     @override
     def pinned_like(self, array: DeviceArray) -> npt.NDArray[Any]:
@@ -161,7 +185,7 @@ class CudaDevice(Device):
             try:
                 builder.begin_building(mode="thread_local")
                 work()
-                self._require_no_foreign_copies()
+                self._require_replayable(self._check(self._driver.cuStreamGetCaptureInfo(self.stream))[2])
                 builder.end_building()
                 graph = builder.complete()
             except BaseException:
@@ -176,21 +200,37 @@ class CudaDevice(Device):
 
         return replay
 
-    def _require_no_foreign_copies(self) -> None:
-        """Raise BackendError where what is being captured copies from the host, or to memory that is not ours.
+    def _require_replayable(self, graph: Any) -> None:
+        """Raise BackendError where ``graph`` calls the host, copies from it, or copies to memory that is not ours.
 
         Somebody computes with such bytes on the host, which no replay does again.
         """
         driver = self._driver
-        graph = self._check(driver.cuStreamGetCaptureInfo(self.stream))[2]
+        kinds = driver.CUgraphNodeType
         _, count = self._check(driver.cuGraphGetNodes(graph))
         nodes, _ = self._check(driver.cuGraphGetNodes(graph, count))
-        host = driver.CUmemorytype.CU_MEMORYTYPE_HOST
         for node in nodes:
-            if self._check(driver.cuGraphNodeGetType(node)) == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY:
+            kind, is_foreign = self._check(driver.cuGraphNodeGetType(node)), False
+            if kind == kinds.CU_GRAPH_NODE_TYPE_GRAPH:
+                self._require_replayable(self._check(driver.cuGraphChildGraphNodeGetGraph(node)))
+            elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY:
                 copy = self._check(driver.cuGraphMemcpyNodeGetParams(node))
-                if copy.srcMemoryType == host or (copy.dstMemoryType == host and not self._is_pinned(copy.dstHost)):
-                    raise BackendError("part of it is computed on the host")
+                source = self._host_address(copy.srcMemoryType, copy.srcHost, copy.srcDevice)
+                to = self._host_address(copy.dstMemoryType, copy.dstHost, copy.dstDevice)
+                is_foreign = source is not None or (to is not None and not self._is_pinned(to))
+            if is_foreign or kind == kinds.CU_GRAPH_NODE_TYPE_HOST:
+                raise BackendError("part of it is computed on the host")
+
+    def _host_address(self, kind: Any, host: Any, unified: Any) -> int | None:
+        """Where an end of a copy lies on the host; None: it lies on a GPU. unified: of either kind."""
+        kinds, attribute = self._driver.CUmemorytype, self._driver.CUpointer_attribute
+        if kind == kinds.CU_MEMORYTYPE_HOST:
+            return int(host)
+        if kind != kinds.CU_MEMORYTYPE_UNIFIED:
+            return None
+        code, found = self._driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, int(unified))
+        is_device = not int(code) and found == kinds.CU_MEMORYTYPE_DEVICE  # CUDA does not know pageable memory.
+        return None if is_device else int(unified)
 
     def _is_pinned(self, address: int) -> bool:
         return any(0 <= address - int(memory.handle) < memory.size for memory in self._pinned)
@@ -238,21 +278,35 @@ class CudaDevice(Device):
         with self._errors("failed in a round"):
             self.activate()
             self._stream.sync()
+        self._staged = 0
+
+    @override
+    def problem(self) -> str | None:
+        """After an illegal address, say, every call returns the same error; a new process is the only way on."""
+        try:
+            with self._errors("has failed"):
+                self.activate()
+                self._check(self._driver.cuMemGetInfo())
+        except BackendError as error:
+            return str(error)
+        return None
 
     @override
     def close(self) -> None:
-        """Whatever uses this device must have been closed before."""
+        """Whatever uses this device must have been closed before. Raises BackendError, with all that can be freed."""
+        with self._errors("does not close"), ExitStack() as closing:
+            closing.callback(self._stream.close)
+            for event in [*(event.event for event in self._events), *([self._done] if self._done else [])]:
+                closing.callback(event.close)
+            closing.callback(self._free)
+
+    def _free(self) -> None:
         self.activate()
-        for address in self._memory:
-            self._driver.cuMemFree(address)
-        self._memory.clear()
+        while self._memory:
+            self._driver.cuMemFree(self._memory.pop())  # Behind what is queued, which may use pinned memory too.
+        self._events.clear()
         self._pinned.clear()
-        for event in self._events:
-            event.event.close()
-        if self._done is not None:
-            self._done.close()
-            self._done = None
-        self._stream.close()
+        self._staging = self._done = None
 
     def _check(self, result: tuple[Any, ...]) -> Any:
         """The values behind the driver's error code."""

@@ -18,6 +18,8 @@ class Captures:
         self._enabled = enabled
         self._backends = backends
         self._seen: set[Hashable] = set()
+        self._refused: set[Hashable] = set()
+        """Keys of work that could not be captured, for want of memory say."""
         self._captured: dict[Hashable, Callable[[], None]] = {}
 
     def __contains__(self, key: Hashable) -> bool:
@@ -29,12 +31,15 @@ class Captures:
 
         Returns whether the work takes as long as it will from now on.
         """
-        steady = key in self._captured or (key in self._seen and not self._enabled)
-        if self._enabled and key in self._seen and key not in self._captured:
+        steady = key in self._captured or (key in self._seen and not self._may_capture(key))
+        if key in self._seen and key not in self._captured and self._may_capture(key):
             self._try_to_capture(device, key, work)
         self._captured.get(key, work)()
         self._seen.add(key)
         return steady
+
+    def _may_capture(self, key: Hashable) -> bool:
+        return self._enabled and key not in self._refused
 
     def clear(self) -> None:
         """Free all captures. The engines in them must be closed later."""
@@ -46,5 +51,6 @@ class Captures:
             try:
                 self._captured[key] = device.capture(work)
             except BackendError as error:
-                self._enabled = False
-                warnings.warn(f"rounds are queued piece by piece: they cannot be captured ({error})", stacklevel=2)
+                if not self._refused:
+                    warnings.warn(f"rounds are queued piece by piece: they cannot be captured ({error})", stacklevel=2)
+                self._refused.add(key)

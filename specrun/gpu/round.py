@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import numpy as np
@@ -44,11 +44,14 @@ from specrun.gpu.records import DeviceRecords, QueuedRound
 from specrun.gpu.rows import DeviceRows
 from specrun.gpu.runner import DeviceRunner
 from specrun.request.request import Outcome, Request, num_accepted
+from specrun.sampling.sampler import SamplingParams
 from specrun.speculative.round import Round, RoundResult, Rows
 from specrun.text.masks import fill_masks
 
 _TIMED = 3
 """Rounds of each kind that the warm-up times."""
+_LONGEST_TIMED = 2048
+"""The most tokens of their texts."""
 
 MakeDrafter = Callable[[DeviceRows], DeviceDrafter]
 """Makes the drafter of a round from the round's rows."""
@@ -175,17 +178,28 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         return RoundResult(outcomes, this.seconds if this.is_steady_state else None, this.draft_len)
 
     @override
+    def release(self, request: Request, row: int) -> None:
+        super().release(request, row)
+        for rows in self._all_rows:
+            rows.deactivate_row(row)
+
+    @override
+    def problem(self) -> str | None:
+        return next(filter(None, (device.problem() for device in self._devices)), None)
+
+    @override
     def close(self) -> None:
         """Captures are freed before the engines in them, and engines before memory and streams."""
-        for device in self._devices:
-            with suppress(BackendError):  # After a failed round there is no work to wait for.
-                device.wait()
-        self._captures.clear()
-        self.target.backend.close()
-        if self.drafter:
-            self.drafter.close()
-        for device in self._devices:
-            device.close()
+        with ExitStack() as closing:  # An error of one keeps none of the others from it.
+            for device in self._devices:
+                closing.callback(device.close)
+            if self.drafter:
+                closing.callback(self.drafter.close)
+            closing.callback(self.target.backend.close)
+            closing.callback(self._captures.clear)
+            for device in self._devices:
+                with suppress(BackendError):  # After a failed round there is no work to wait for.
+                    device.wait()
 
     def _can_follow(self, requests: Sequence[Request], draft_len: int) -> bool:
         """Whether a round of ``draft_len`` may be queued before the one before it is read."""
@@ -231,7 +245,14 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         return steady
 
     def _time(self, batch: int, draft_len: int) -> None:
-        """Measure how long a round takes whose shape is warm."""
+        """Measure how long a round takes whose shape is warm, with texts of half the length that fits, and sampling."""
+        most = self.target.backend.config.build_config.max_seq_len
+        length = min(max(1, most // 2), _LONGEST_TIMED)
+        texts = [Request([0] * length, SamplingParams(temperature=1.0, seed=0), most - length) for _ in range(batch)]
+        for rows in self._all_rows:
+            rows.begin(0, texts)
+            for row, text in enumerate(texts):
+                rows.activate_row(row, text)
         began, ended, times = self.device.event(), self.device.event(), []
         for _ in range(_TIMED):
             began.record()
@@ -240,6 +261,9 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
             ended.wait()
             times.append(ended.seconds_since(began))
         self._seconds[batch, draft_len] = min(times)
+        for rows in self._all_rows:
+            for row in range(batch):
+                rows.deactivate_row(row)
 
     def _queue_with_masks(
         self, requests: Sequence[Request], counts: Sequence[int], batch: int, draft_len: int, sends_logits: bool

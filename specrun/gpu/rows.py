@@ -80,6 +80,10 @@ class DeviceRows:
         """Let rounds work on ``row``, because its prompt is prefilled."""
         self._write(self.progress, row, np.array([(len(request.tokens), request.remaining)], PROGRESS))
 
+    def deactivate_row(self, row: int) -> None:
+        """Let rounds skip ``row``, whose request has ended: the host may have ended it, as at a stop text."""
+        self._write(self.progress, row, np.zeros(1, PROGRESS))
+
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
         arrays = (self.tokens, self.progress, self.sampling, self.stop_ids, self.counts, self.biases)

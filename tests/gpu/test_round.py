@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from specrun.text.masks import fill_masks
 from tests.helpers.device_rounds import Recordable, device_round
 from tests.helpers.engines import make_engine
 from tests.helpers.families import save_tokenizer
-from tests.helpers.host_device import HostDevice, HostEvent
+from tests.helpers.host_device import HostDevice, HostEvent, fetched
 from tests.helpers.round_times import told_times
 from tests.helpers.staggered import V as SMALL
 from tests.helpers.staggered import run_staggered, some_requests
@@ -207,6 +207,83 @@ def test_what_cannot_be_recorded_is_queued_piece_by_piece(
         assert on_device(round_, batch(EVERY)) == on_host(*tables, 4, False, batch(EVERY))
         assert on_device(round_, batch(EVERY)) == on_host(*tables, 4, False, batch(EVERY))
     assert len(warned) == 1
+
+
+def test_others_are_recorded_where_one_cannot_be(tables: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may have been short for the largest one."""
+    round_ = device_round(*tables, 4, kind=Recordable)
+    capture, refused = round_.device.capture, [True]
+
+    def refuse_one(work: Callable[[], object]) -> Callable[[], None]:
+        if refused:
+            refused.clear()
+            raise BackendError("out of memory")
+        return capture(work)
+
+    monkeypatch.setattr(round_.device, "capture", refuse_one)
+    with pytest.warns(UserWarning, match="out of memory"):
+        round_.warm_up()
+    assert [(size, g) for size in (1, 2, 4) for g in range(5) if (size, g) not in round_._captures] == [(4, 4)]
+    with told_times(scheduler := Scheduler(round_, Cycle(4, None), 4)) as times:
+        for _ in scheduler.run(batch(EVERY)):
+            pass
+    assert None not in times
+
+
+def test_rows_that_the_host_has_ended_are_skipped(tables: tuple[Path, Path]) -> None:
+    """A batch of three is padded to four rows; the fourth one's request was cancelled."""
+    round_ = device_round(*tables, 4)
+    scheduler, requests = Scheduler(round_, DraftLength(4, 4), 4), batch(EVERY)
+    for request in requests:
+        scheduler.add(request)
+    scheduler.step()
+    requests[3].cancel()
+    scheduler.step()
+    at_end = fetched(round_.device, round_.rows.progress)
+    scheduler.step()
+    later = fetched(round_.device, round_.rows.progress)
+    assert (later[:3]["length"] > at_end[:3]["length"]).all() and len(scheduler) == 3
+    assert later[3].tolist() == (0, 0)
+
+
+def test_a_warm_up_times_rounds_of_texts(tables: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of half the length that fits, and sampled: the parts of a round that skip rows without a text take time, too."""
+    round_ = device_round(*tables, 2)
+    seen: list[tuple[int, bool]] = []
+    queue = round_._queue
+
+    def spy(batch: int, draft_len: int, sends_logits: bool) -> bool:
+        rows = round_.rows
+        lengths, sampling = (fetched(rows.device, array) for array in (rows.progress, rows.sampling))
+        seen.append(
+            (lengths["length"].min(initial=1 << 20, where=np.arange(4) < batch), sampling["temperature"][0] == 1)
+        )
+        return queue(batch, draft_len, sends_logits)
+
+    monkeypatch.setattr(round_, "_queue", spy)
+    round_.warm_up()
+    most = open_engine(tables[0]).build_config.max_seq_len
+    timed = [length for length, sampled in seen if sampled and length]
+    assert len(timed) == 9 * 3 and min(timed) == most // 2 < max(timed)
+    assert not fetched(round_.device, round_.rows.progress)["length"].any()
+
+
+def test_all_is_closed_where_one_part_fails(tables: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    round_ = device_round(*tables, 4, apart=True)
+    assert round_.drafter
+    closed: list[str] = []
+
+    def fail() -> None:
+        closed.append("target")
+        raise BackendError("the target's engine does not close")
+
+    monkeypatch.setattr(round_.target.backend, "close", fail)
+    for device in round_._devices:
+        monkeypatch.setattr(device, "close", lambda: closed.append("device"))
+    monkeypatch.setattr(round_.drafter, "close", lambda: closed.append("drafter"))
+    with pytest.raises(BackendError, match="the target's engine"):
+        round_.close()
+    assert closed == ["target", "drafter", "device", "device"]
 
 
 @pytest.mark.parametrize(

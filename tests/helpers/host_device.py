@@ -222,5 +222,8 @@ class HostDevice:
     def wait(self) -> None:
         pass
 
+    def problem(self) -> str | None:
+        return None
+
     def close(self) -> None:
         self._memory.clear()

@@ -53,7 +53,7 @@ int cuStreamGetCaptureInfo_v2(Stream* stream, int* status, uint64_t* id, Graph**
 
 int cuGraphGetNodes(Graph* graph, const Operation** nodes, size_t* count) {
   BEGIN;
-  REQUIRE(world().graphs.count(graph), INVALID_HANDLE, "no such graph, or it was destroyed");
+  REQUIRE(world().graphs.count(graph) || world().executables.count(graph), INVALID_HANDLE, "no such graph, or it was destroyed");
   if (nodes) {
     REQUIRE(*count <= graph->nodes->size(), INVALID_VALUE, "the graph has fewer nodes");
     for (size_t number = 0; number < *count; number++) nodes[number] = &(*graph->nodes)[number];
@@ -63,8 +63,14 @@ int cuGraphGetNodes(Graph* graph, const Operation** nodes, size_t* count) {
 }
 
 int cuGraphNodeGetType(const Operation* node, int* type) {
-  constexpr int KERNEL = 0, MEMCPY = 1;
-  *type = std::string(node->what).starts_with("cuMemcpy") ? MEMCPY : KERNEL;
+  constexpr int KERNEL = 0, MEMCPY = 1, HOST = 3, GRAPH = 4;
+  const std::string what = node->what;
+  *type = what.starts_with("cuMemcpy") ? MEMCPY : what == "cuLaunchHostFunc" ? HOST : what == "cuGraphLaunch" ? GRAPH : KERNEL;
+  return SUCCESS;
+}
+
+int cuGraphChildGraphNodeGetGraph(const Operation* node, Graph** graph) {
+  *graph = static_cast<Graph*>(const_cast<void*>(node->host));
   return SUCCESS;
 }
 
@@ -79,11 +85,16 @@ struct CopyEnd {
 };
 
 int cuGraphMemcpyNodeGetParams(const Operation* node, CopyEnd ends[2]) {
-  constexpr int HOST = 1, DEVICE = 2;
+  constexpr int HOST = 1, DEVICE = 2, UNIFIED = 4;
   const std::string what = node->what;
   ends[0].type = what.starts_with("cuMemcpyHtoD") ? HOST : DEVICE;
   ends[1].type = what.starts_with("cuMemcpyDtoH") ? HOST : DEVICE;
   ends[0].host = ends[1].host = node->host;
+  if (what == "cuMemcpyAsync") {  // The driver looks at the addresses when it copies.
+    ends[0].type = ends[1].type = UNIFIED;
+    ends[0].device = node->from;
+    ends[1].device = node->to;
+  }
   return SUCCESS;
 }
 
@@ -111,7 +122,7 @@ int cuGraphLaunch(Graph* executable, Stream* stream) {
   REQUIRE(world().executables.count(executable), INVALID_HANDLE, "no such executable graph, or it was destroyed");
   return queue(stream, __func__, [stream, nodes = executable->nodes] {
     stream->waiting.insert(stream->waiting.begin(), nodes->begin(), nodes->end());
-  });
+  }, executable);
 }
 
 // What a graph's work needs lives as long as the graph and what was instantiated from it.

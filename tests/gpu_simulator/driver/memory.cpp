@@ -18,6 +18,12 @@ bool is_pinned(const void* memory, size_t size) {
   return found && !found->device;
 }
 
+// Memory of the host that CUDA does not know; addresses of what it once allocated are never used again.
+bool is_pageable(Address address) {
+  auto next = world().memory.upper_bound(address);
+  return next == world().memory.begin() || address >= std::prev(next)->second.first + std::prev(next)->second.size;
+}
+
 void* allocate(size_t size, Device* device) {
   size_t room = (size + PAGE - 1) / PAGE * PAGE;
   auto* first = static_cast<char*>(
@@ -129,11 +135,22 @@ int cuMemcpyAsync(Address to, Address from, size_t size, Stream* stream) {
   BEGIN;
   NEEDS_CONTEXT;
   NEEDS_STREAM(stream);
-  REQUIRE(!size || (holds(to, size) && holds(from, size)), INVALID_VALUE, "memory that is not allocated");
+  REQUIRE(!size || ((holds(to, size) || is_pageable(to)) && (holds(from, size) || is_pageable(from))), INVALID_VALUE,
+          "memory that is not allocated");
   return queue(stream, __func__, [=] {
-    if (size && there(stream, to, size) && there(stream, from, size))
+    if (size && (is_pageable(to) || there(stream, to, size)) && (is_pageable(from) || there(stream, from, size)))
       memmove(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), size);
-  });
+  }, nullptr, from, to);
+}
+
+int cuPointerGetAttribute(void* value, int attribute, Address address) {
+  BEGIN;
+  constexpr int MEMORY_TYPE = 2, HOST = 1, DEVICE = 2;
+  REQUIRE(attribute == MEMORY_TYPE, INVALID_VALUE, "only an address's type of memory is simulated");
+  const Allocation* found = holds(address, 0);
+  if (!found) return INVALID_VALUE;  // No rule is broken: that is how pageable memory is told.
+  *static_cast<unsigned*>(value) = found->device ? DEVICE : HOST;
+  return SUCCESS;
 }
 
 }  // extern "C"

@@ -67,7 +67,8 @@ struct Marker {
 struct Operation {
   const char* what;
   std::function<void()> run;
-  const void* host = nullptr;  // Of a copy, its end there.
+  const void* host = nullptr;  // Of a copy, its end there; of a graph's launch, the graph.
+  Address from = 0, to = 0;    // Of a copy by cuMemcpyAsync.
 };
 
 using Nodes = std::shared_ptr<std::vector<Operation>>;
@@ -143,7 +144,8 @@ void drain(Stream* stream, const Marker* until = nullptr);
 void drain_all(const Device* device);
 
 // Queue work, or add it to the stream's capture.
-Result queue(Stream* stream, const char* what, std::function<void()> run, const void* host = nullptr);
+Result queue(Stream* stream, const char* what, std::function<void()> run, const void* host = nullptr, Address from = 0,
+             Address to = 0);
 
 // A grid of blocks of threads. An error breaks the device.
 struct Launch {

@@ -50,9 +50,10 @@ void drain_all(const Device* device) {
     if (stream->device == device) drain(stream);
 }
 
-Result queue(Stream* stream, const char* what, std::function<void()> run, const void* host) {
-  if (stream->captured) stream->captured->nodes->push_back({what, std::move(run), host});
-  else stream->waiting.push_back({what, std::move(run), host});
+Result queue(Stream* stream, const char* what, std::function<void()> run, const void* host, Address from, Address to) {
+  Operation made{what, std::move(run), host, from, to};
+  if (stream->captured) stream->captured->nodes->push_back(std::move(made));
+  else stream->waiting.push_back(std::move(made));
   if (world().eager && !stream->captured && !stream->running) drain(stream);
   return SUCCESS;
 }
