@@ -32,7 +32,7 @@ from specrun.speculative.round_times import ExpectedTimes, expected_by_passes
 from specrun.text.retokenizer import Translator
 from specrun.text.token_bytes import TokenBytes
 from specrun.text.tokenizer import require_own_tokenizer
-from specrun.text.tools import ToolFormat
+from specrun.text.tool_formats.base import ToolFormat
 
 
 class SpeculativeDecoder:

@@ -26,7 +26,7 @@ from specrun.config import DraftTargetConfig, parse_draft_target_config
 
 if TYPE_CHECKING:
     from specrun.decoder import SpeculativeDecoder
-    from specrun.text.tools import ToolFormat
+    from specrun.text.tool_formats.base import ToolFormat
 
 
 REUSE_BLOCKS = click.option(

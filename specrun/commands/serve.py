@@ -58,7 +58,7 @@ from specrun.serve.limits import WRITE_SECONDS
 @generation_config_option
 @click.option(
     "--tool_call_format",
-    type=click.Choice(["auto", "hermes", "llama3"]),
+    metavar="NAME",
     default="auto",
     show_default=True,
     help="How the model writes tool calls; auto: as its chat template says.",
@@ -103,8 +103,13 @@ def serve(
     from specrun.serve.log import set_up
     from specrun.serve.server import listen
     from specrun.serve.server import serve as run
-    from specrun.text.tools import FORMATS
+    from specrun.text.tool_formats import FORMATS
 
+    if tool_call_format not in ("auto", *FORMATS):
+        names = ", ".join(FORMATS)
+        raise click.BadParameter(
+            f"{tool_call_format}: expected auto or one of {names}", param_hint="--tool_call_format"
+        )
     keys = read_keys(api_key_file)
     hosts = read_hosts(allowed_hosts) if allowed_hosts is not None else None
     if hosts is None and not keys and is_local(host):

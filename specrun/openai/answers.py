@@ -6,17 +6,16 @@ The fields are those of OpenAI's API reference for completions and chat completi
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from specrun.openai.tool_calls import CallDelta, Seen, ToolCallParser
 from specrun.request.request import Request
 from specrun.request.stats import speculative_decoding
 from specrun.request.updates import Ended, Update, UpdateCursor
 from specrun.sampling.sampler import TokenLogprob
 from specrun.text.token_bytes import TokenBytes
+from specrun.text.tool_call_parser import CallDelta, Seen, ToolCallParser
 
 _REASONS = {"stop": "stop", "length": "length"}
 """OpenAI's names of finish reasons. It has no words for others, which cut a text off as length does."""
@@ -45,9 +44,9 @@ class ToolCall:
     """A call, as far as it has come."""
 
     name: str
+    id: str
     arguments: str = ""
     """JSON text."""
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
 class ResponseOptions(NamedTuple):
@@ -111,7 +110,7 @@ class Answer:
         seen = Seen("".join(texts), ())
         if self._parser:
             seen = self._parser.push(seen.content, ended=update.ended is not None)
-            self._add_calls(seen.calls)
+            self._add_calls(seen.calls, self._parser.form.make_id)
         delta = Delta(seen.content, scores, self._offset, seen.calls)
         if self.names:
             self._offset += sum(len(self.names.text(token)) for token, _ in scores)
@@ -119,10 +118,10 @@ class Answer:
         self.scores += scores
         return delta
 
-    def _add_calls(self, deltas: Sequence[CallDelta]) -> None:
+    def _add_calls(self, deltas: Sequence[CallDelta], make_id: Callable[[str, int], str]) -> None:
         for delta in deltas:
             if delta.name is not None:
-                self.calls.append(ToolCall(delta.name))
+                self.calls.append(ToolCall(delta.name, make_id(delta.name, delta.index)))
             self.calls[delta.index].arguments += delta.arguments
 
     @classmethod

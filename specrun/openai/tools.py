@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ class _Choice(NamedTuple):
 
     kind: str
     """auto, none, required, or function."""
-    name: str = ""
-    """The function's."""
+    names: Sequence[str] = ()
+    """Names of the functions that may be called; none given: all."""
 
 
 def read_tools(fields: Fields) -> Tools | None:
@@ -35,7 +36,10 @@ def read_tools(fields: Fields) -> Tools | None:
     if choice.kind == "none":
         return None
     if choice.kind == "function":
-        return replace(tools, must_call=(choice.name,), several=False)
+        return replace(tools, must_call=choice.names, several=False)
+    if choice.names:
+        replace(tools, must_call=choice.names)  # All of them must be defined.
+        tools = Tools([tool for tool in tools.definitions if tool["function"]["name"] in choice.names])
     names = [tool["function"]["name"] for tool in tools.definitions]
     return replace(tools, must_call=names if choice.kind == "required" else (), several=several is not False)
 
@@ -47,8 +51,22 @@ def _definitions(name: str, value: Any) -> Tools | None:
 def _choice(name: str, value: Any) -> _Choice:
     if value in ("auto", "none", "required"):
         return _Choice(value)
-    expected = 'auto, none, required, or {"type": "function", "function": {"name": ..}}'
-    if not isinstance(value, dict) or value.get("type") != "function":
-        raise wrong(name, value, expected)
-    function = as_object(f"{name}.function", value.get("function"))
-    return _Choice("function", arguments.text(f"{name}.function.name", function.get("name")))
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "function":
+        return _Choice("function", (_name(name, value),))
+    if kind != "allowed_tools":
+        raise wrong(name, value, "auto, none, required, or an object of the type function or allowed_tools")
+    name = f"{name}.allowed_tools"
+    allowed = as_object(name, value.get("allowed_tools"))
+    mode, tools = allowed.get("mode"), allowed.get("tools")
+    if mode not in ("auto", "required"):
+        raise wrong(f"{name}.mode", mode, "auto or required")
+    if not isinstance(tools, list) or not tools:
+        raise wrong(f"{name}.tools", tools, "a list of functions")
+    return _Choice(mode, tuple(_name(f"{name}.tools[{number}]", tool) for number, tool in enumerate(tools)))
+
+
+def _name(where: str, tool: Any) -> str:
+    """The name in ``{"type": "function", "function": {"name": ..}}``."""
+    function = as_object(f"{where}.function", as_object(where, tool).get("function"))
+    return arguments.text(f"{where}.function.name", function.get("name"))

@@ -23,7 +23,9 @@ from specrun.text.detokenizer import Detokenizer, TextStream
 from specrun.text.grammar import Constraint, Grammar, Grammars
 from specrun.text.text_encoder import TextEncoder
 from specrun.text.tokenizer import TOKENIZER_NAME, load_tokenizer, tokenizer_files
-from specrun.text.tools import ExpectedCalls, ToolFormat, Tools
+from specrun.text.tool_call_parser import ExpectedCalls
+from specrun.text.tool_formats.base import ToolFormat
+from specrun.text.tools import Tools
 
 DEFAULT_OUTPUT_LEN = 256
 
@@ -112,12 +114,15 @@ class RequestFactory:
     def _tool_constraint(self, options: RequestOptions) -> Constraint | None:
         """Calls in the model's form, where there must be calls, or calls or JSON of a schema."""
         tools, answer = options.tools, options.answer_schema
-        if tools is None or not (tools.must_call or answer):
+        if tools is None:
             return None
-        added = self._detokenizer.added_tokens if self._detokenizer else ()
+        form, added = self._chats.tool_format(), self._detokenizer.added_tokens if self._detokenizer else {}
+        is_free = tools.are_strict and not (tools.must_call or answer) and form.can_be_free(added)
+        if not (tools.must_call or answer or is_free):
+            return None
         other = None if tools.must_call or answer is None else json.loads(answer)
         try:
-            return Constraint("tools", self._chats.tool_format().grammar(tools, added, other))
+            return Constraint("tools", form.grammar(tools, added, other, is_free))
         except RecursionError as error:
             raise RequestError("tools: the schemas are nested too deeply", "tools") from error
 
@@ -154,14 +159,15 @@ class RequestFactory:
         return request
 
     def _expected_calls(self, tools: Tools | None) -> ExpectedCalls | None:
-        return ExpectedCalls(self._chats.tool_format(), tools.several, bool(tools.must_call)) if tools else None
+        if tools is None:
+            return None
+        return ExpectedCalls(self._chats.tool_format(), tools.several, bool(tools.must_call), tools.schemas())
 
     def _text_stream(self, ids: Sequence[int], options: RequestOptions) -> TextStream | None:
         """Some tokenizers count the tags of calls as special tokens, which have no text otherwise."""
         if self._detokenizer is None:
             return None
-        form = self._chats.tool_format() if options.tools else None
-        shown = (form.tag, form.end) if form else ()
+        shown = self._chats.tool_format().tags if options.tools else ()
         return TextStream(self._detokenizer, ids, arguments.texts("stop", options.stop), shown)
 
     def check(self, request: Request) -> None:

@@ -21,7 +21,7 @@ from specrun.sampling.sampler import Floats, SamplingParams, TokenLogprob, whole
 from specrun.text.detokenizer import TextStream
 from specrun.text.grammar import Grammar, Matcher
 from specrun.text.masks import apply_mask
-from specrun.text.tools import ExpectedCalls
+from specrun.text.tool_call_parser import ExpectedCalls
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 

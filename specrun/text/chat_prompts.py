@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrun.errors import RequestError
-from specrun.text.tools import ToolFormat, Tools, find_format
+from specrun.text.tool_formats import find_format
+from specrun.text.tool_formats.base import ToolFormat
+from specrun.text.tools import Tools
 
 if TYPE_CHECKING:
     from specrun.text.chat_template import ChatTemplate

@@ -1,16 +1,14 @@
-"""Tools: the functions that a model may call, and the formats in which models write calls."""
+"""Tools: the functions that a model may call."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from specrun import arguments
 from specrun.errors import RequestError
-from specrun.text.grammar import WHITESPACE
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -54,6 +52,11 @@ class Tools:
             for tool in self.definitions
         ]
 
+    @property
+    def are_strict(self) -> bool:
+        """Whether a function wants its arguments to follow its schema."""
+        return any(tool["function"].get("strict") for tool in self.definitions)
+
     def schemas(self) -> dict[str, Mapping[str, Any]]:
         """JSON schemas of the arguments of the functions that must, or else may be called, by name."""
         functions = [tool["function"] for tool in self.definitions]
@@ -96,65 +99,3 @@ def _schema(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
     schema = {"properties": {}, "additionalProperties": False} if parameters is None else parameters
     spaces = {"x-guidance": {"whitespace_pattern": " "}}  # As the templates write calls.
     return {**spaces, **schema, "type": "object"}
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """How a family of models writes a call: a tag, a JSON object with ``name`` and arguments, and an end."""
-
-    name: str
-    tag: str
-    end: str
-    """Text that may follow the object."""
-    arguments_key: str
-    """The object's key of the arguments."""
-    is_bare: bool
-    """Calls have no tag where they begin the text or follow another call."""
-
-    def grammar(self, tools: Tools, added: Collection[str], answer: Any = None) -> str:
-        """The calls that ``tools`` ask for, in llguidance's form of Lark.
-
-        added: the tokenizer's added tokens, which llguidance takes by their names only. answer: a JSON schema of what
-        may be written instead of calls.
-        """
-        tag, end = (one if one in added else json.dumps(one) for one in (self.tag, self.end))
-        call = "object" if self.is_bare else f'{tag} "\\n" object "\\n" {end}'
-        more = ' ("\\n" call)*' if tools.several and not self.is_bare else ""  # Bare calls: such models make one.
-        rules = [f"start: call{more}" if answer is None else f"start: call{more} | answer", f"call: {call}"]
-        if answer is not None:
-            spaces = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-            rules.append(f"answer: %json {json.dumps({**spaces, **answer} if isinstance(answer, dict) else answer)}")
-        schemas = tools.schemas()
-        rules.append("object: " + " | ".join(f"function{number}" for number in range(len(schemas))))
-        for number, (name, schema) in enumerate(schemas.items()):
-            head = json.dumps(f'{{"name": "{name}", "{self.arguments_key}": ')
-            rules.append(f'function{number}: {head} arguments{number} "}}"')
-            rules.append(f"arguments{number}: %json {json.dumps(schema)}")
-        return "\n".join(rules)
-
-
-class ExpectedCalls(NamedTuple):
-    """The calls that a text may hold."""
-
-    form: ToolFormat
-    several: bool
-    """True if more calls than the first count."""
-    are_certain: bool = False
-    """True if the text is nothing but calls."""
-
-
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments", is_bare=False)
-"""Hermes 2 Pro and 3, Qwen 2.5, Qwen 3."""
-LLAMA3 = ToolFormat("llama3", "<|python_tag|>", ";", "parameters", is_bare=True)
-"""Llama 3.1, 3.2 and 3.3."""
-FORMATS = {one.name: one for one in (HERMES, LLAMA3)}
-_OTHERS = ("<function=", "<arg_key>")
-"""Calls that begin with Hermes' tag too and go on in a form of their own: Qwen3-Coder's, GLM's."""
-
-
-def find_format(template: str) -> ToolFormat | None:
-    """The form of calls that a chat template tells the model of; None: none of those that are known."""
-    if HERMES.tag in template:
-        return None if any(other in template for other in _OTHERS) else HERMES
-    is_llama = '"parameters"' in template and ("ipython" in template or LLAMA3.tag in template)
-    return LLAMA3 if is_llama else None

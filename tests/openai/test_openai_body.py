@@ -135,6 +135,17 @@ def test_messages_are_what_templates_know() -> None:
     ]
 
 
+def allowed(mode: str, *names: Any) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize(("mode", "must_call"), [("auto", ()), ("required", ["f"])])
+def test_the_model_is_told_of_the_functions_that_are_allowed(mode: str, must_call: Any) -> None:
+    tools = [F, {"type": "function", "function": {"name": "other"}}]
+    assert chat(tools=tools, tool_choice=allowed(mode, "f")).options.tools == Tools([F], must_call)
+
+
 @pytest.mark.parametrize(
     ("fields", "must_call", "several"),
     [
@@ -263,9 +274,14 @@ BAD_CHATS = [
     *each("tools", [1], param="tools[0]"),
     *each("tools", [{"type": "function"}], param="tools[0].function"),
     *each("tools", [F, F], param="tools[1].function.name"),
-    *each("tool_choice", "required", "some", 1, [], {"type": "allowed_tools"}, {"type": "custom"}),
+    *each("tool_choice", "required", "some", 1, [], {"type": "custom"}),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x"}}}, "tool_choice.allowed_tools.mode"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}}, "tool_choice.allowed_tools.tools"),
     *each("tool_choice", {"type": "function"}, param="tool_choice.function"),
     *each("tool_choice", F),
+    ({"tools": [F], "tool_choice": allowed("auto", "f", "g")}, "tool_choice"),
+    ({"tools": [F], "tool_choice": allowed("auto", 1)}, "tool_choice"),
     *each("parallel_tool_calls", *NOT_FLAGS),
     ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     ({"tools": [F], "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),

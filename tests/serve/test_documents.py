@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from specrun.decoder import SpeculativeDecoder
-from specrun.text.tools import HERMES
+from specrun.text.tool_formats.hermes import HERMES
 from tests.helpers.servers import running
 from tests.helpers.tool_pairs import QWEN
 

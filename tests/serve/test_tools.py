@@ -18,7 +18,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.openai.body import DEFAULTS
 from specrun.request.options import RequestOptions
 from specrun.sampling.sampler import SamplingParams
-from specrun.text.tools import HERMES
+from specrun.text.tool_formats.hermes import HERMES
 from tests.helpers.server_process import serving
 from tests.helpers.servers import Server, events, running
 from tests.helpers.tool_pairs import QWEN
@@ -249,16 +249,30 @@ def test_the_prompt_is_the_one_that_transformers_renders(server: Server, templat
 
 def test_with_auto_the_text_is_the_models_own(server: Server) -> None:
     """A random model calls nothing; tests of the parser are in tests/text/test_tool_calls.py."""
-    ids = server.post("/tokenize", {"messages": HELLO, "tools": TOOLS}).json()["tokens"]
+    tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": False}}, TOOLS[1]]
+    ids = server.post("/tokenize", {"messages": HELLO, "tools": tools}).json()["tokens"]
     alone = server.post("/v1/completions", {"prompt": ids, "max_tokens": 40, "temperature": 0}).json()
     for more in ({}, {"tool_choice": "auto"}):
-        body = {**ASK, "max_tokens": 40, "temperature": 0, **more}
+        body = {**ASK, "tools": tools, "max_tokens": 40, "temperature": 0, **more}
         (choice,) = server.post("/v1/chat/completions", body).json()["choices"]
         assert choice["message"]["content"] == alone["choices"][0]["text"] and "tool_calls" not in choice["message"]
         assert choice["finish_reason"] == alone["choices"][0]["finish_reason"]
         chunks = events(server.post("/v1/chat/completions", body | {"stream": True}))
         streamed = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
         assert streamed == choice["message"]["content"]
+
+
+def test_strict_functions_are_called_as_their_schemas_say(opened: Open) -> None:
+    """Whenever the model calls them: here its first token begins a call."""
+    with running(opened(QWEN, "special")) as server:
+        vocab = server.post("/tokenize", {"prompt": "<tool_call>", "add_special_tokens": False}).json()["tokens"]
+        body = {**ASK, "temperature": 0, "logit_bias": {str(vocab[-1]): 100}, "stop": ["</tool_call>\n"]}
+        (choice,) = server.post("/v1/chat/completions", body).json()["choices"]
+        for call in choice["message"]["tool_calls"]:
+            jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
+        free = [{**tool, "function": {**tool["function"], "strict": None}} for tool in TOOLS]
+        (choice,) = server.post("/v1/chat/completions", {**body, "tools": free}).json()["choices"]
+        assert "tool_calls" not in choice["message"]
 
 
 def test_with_a_schema_the_model_calls_or_answers(server: Server) -> None:

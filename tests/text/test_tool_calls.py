@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from specrun.errors import RequestError
-from specrun.openai.tool_calls import CallDelta, Seen, ToolCallParser
-from specrun.text.tools import HERMES, LLAMA3, MAX_TOOLS, ExpectedCalls, ToolFormat, Tools, find_format
+from specrun.text.tool_call_parser import CallDelta, ExpectedCalls, Seen, ToolCallParser
+from specrun.text.tool_formats import find_format
+from specrun.text.tool_formats.base import ToolFormat
+from specrun.text.tool_formats.hermes import HERMES
+from specrun.text.tool_formats.llama3 import LLAMA3
+from specrun.text.tools import MAX_TOOLS, Tools
 
 Found = tuple[str, list[tuple[str, str]]]
 
@@ -152,9 +156,6 @@ def test_a_control_a_parser_that_looks_at_each_piece_alone_fails() -> None:
         ("return <tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>", HERMES),
         ("Environment: ipython .. {{- '\"parameters\": ' }}", LLAMA3),
         ('{"name": function name, "parameters": ..} <|python_tag|>', LLAMA3),
-        ("<tool_call>\n<function=example>\n", None),
-        ("<tool_call>{function-name}\n<arg_key>", None),
-        ("[TOOL_CALLS] {% for tool in tools %}", None),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
     ],
 )  # fmt: skip

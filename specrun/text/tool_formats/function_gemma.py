@@ -1,0 +1,91 @@
+"""FunctionGemma: arguments in braces, their texts between tags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import regex
+from typing_extensions import override
+
+from specrun.text.tool_formats.base import EMPTY, CallReader, Schema, Spelling, ToolFormat, literal, text_of
+
+_TEXT = "<escape>"
+_TOKENS = regex.compile(r"<escape>(?P<text>.*?)<escape>|(?P<mark>[{}\[\],:])|(?P<word>[^{}\[\],:<]+)", regex.DOTALL)
+
+
+class GemmaArguments(CallReader):
+    """The arguments up to the brace that closes them. They are known when all have come."""
+
+    def __init__(self, name: str, _schemas: Mapping[str, Schema]) -> None:
+        super().__init__()
+        self.name = name
+        self._place = self._depth = 0
+        """How far ``text`` is read, and how many braces and brackets are open there."""
+
+    @override
+    def read(self, text: str) -> str:
+        """A brace in a text closes nothing, so an unfinished text is waited for."""
+        self.text += text
+        while (token := _TOKENS.match(self.text, self._place, partial=True)) and not token.partial:
+            self._place = token.end()
+            self._depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token["mark"] or "", 0)
+            if token["mark"] and not self._depth:
+                break
+        if token and (token.partial or self._depth):
+            return ""
+        self.has_ended = True
+        self.text, rest = self.text[: self._place], self.text[self._place :]
+        return rest
+
+    @override
+    def call(self) -> tuple[str, str] | None:
+        """JSON with its texts in tags, and keys without."""
+        tokens = list(_TOKENS.finditer(self.text))
+        parts = []
+        for place, token in enumerate(tokens):
+            if token["text"] is not None:
+                parts.append(text_of(token["text"]))
+            elif token["mark"]:
+                parts.append(token["mark"])
+            elif place + 1 < len(tokens) and tokens[place + 1]["mark"] == ":":
+                parts.append(text_of(token["word"].strip()))
+            else:
+                parts.append(token["word"])
+        try:
+            found = json.loads("".join(parts))
+        except (ValueError, RecursionError):
+            return None
+        return (self.name, text_of(found)) if self.has_ended and isinstance(found, dict) else None
+
+
+def _rules(name: str, schema: Schema, added: Mapping[str, int]) -> list[str]:
+    """Required arguments first, then some of the others."""
+    properties = schema.get("properties") or {}
+    required = [key for key in properties if key in (schema.get("required") or [])]
+    keys = [*required, *(key for key in properties if key not in required)]
+    own, parts = [], []
+    for number, key in enumerate(keys):
+        rule, described = f"{name}_{number}", properties[key]
+        is_text = isinstance(described, Mapping) and described.get("type") == "string"
+        quote = literal(_TEXT, added)
+        value = f"{quote} {rule}_text {quote}" if is_text else f"{rule}_value"
+        own.append(f"{rule}: {json.dumps(key + ':')} {value}")
+        own.append(f"{rule}_text: /[^<]*/" if is_text else f"{rule}_value: %json {json.dumps(described)}")
+        before = '"," ' if number else ""
+        parts.append(f"{before}{rule}" if number < len(required) else f"({before}{rule})?")
+    if not required and len(keys) > 1:  # A comma would stand first where the first one is left out.
+        parts = [f"{name}_0" + "".join(f' ("," {name}_{number})?' for number in range(1, len(keys)))]
+        return [f"{name}: {parts[0]} | {EMPTY}", *own]
+    return [f"{name}: {' '.join(parts) or EMPTY}", *own]
+
+
+FUNCTION_GEMMA = ToolFormat(
+    "function_gemma",
+    marks=[["<start_function_call>"]],
+    opening=r"<start_function_call>\s*call:(?P<name>[\w-]+)\s*(?=\{)",
+    reader=GemmaArguments,
+    closings=[r"\s*<end_function_call>"],
+    tags=["<start_function_call>", "<end_function_call>", _TEXT],
+    spelling=Spelling("<start_function_call>call:NAME{", "}<end_function_call>", rules=_rules),
+)
