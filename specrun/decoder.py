@@ -29,6 +29,7 @@ from specrun.speculative.loader import Engine
 from specrun.speculative.pair_checks import check_draft_len, check_fit, check_head, describe_sizes, find_translator
 from specrun.speculative.round import AnyRound
 from specrun.speculative.round_times import ExpectedTimes, expected_by_passes
+from specrun.text.reasoning import ReasoningChoice
 from specrun.text.retokenizer import Translator
 from specrun.text.token_bytes import TokenBytes
 from specrun.text.tokenizer import require_own_tokenizer
@@ -55,6 +56,7 @@ class SpeculativeDecoder:
         tokenizer_dir: Path | None = None,
         chat_template: Path | None = None,
         tool_format: ToolFormat | None = None,
+        reasoning_format: ReasoningChoice = "auto",
         translator: Translator | None = None,
         sizes: str = "",
         name: str = "engines",
@@ -63,7 +65,9 @@ class SpeculativeDecoder:
 
         name: what was opened, for people.
         """
-        self._factory = RequestFactory(target, rounds.max_draft_len, tokenizer_dir, chat_template, tool_format)
+        self._factory = RequestFactory(
+            target, rounds.max_draft_len, tokenizer_dir, chat_template, tool_format, reasoning_format
+        )
         self.scheduler = Scheduler(rounds, lengths, max_batch_size, self._factory.check)
         self.target = target
         self.max_batch_size = max_batch_size
@@ -88,6 +92,7 @@ class SpeculativeDecoder:
         chat_template: str | Path | None = None,
         tool_format: ToolFormat | None = None,
         build: BuildOptions | None = None,
+        reasoning_format: ReasoningChoice = "auto",
     ) -> SpeculativeDecoder:
         """Check everything about the pair, then load it. The tokenizer is the target's unless told otherwise.
 
@@ -95,7 +100,8 @@ class SpeculativeDecoder:
         are built as ``build`` says, in a process of its own, and kept in the user's cache.
 
         ``chat_template`` is a file with a template in jinja's language, instead of the tokenizer's own. ``tool_format``
-        is how the model writes calls of tools, where its template does not show it.
+        is how the model writes calls of tools, where its template does not show it; ``reasoning_format`` is how it
+        writes thoughts, or ``none`` where nothing is told from answers.
 
         ``on_warm_up`` is told how many steps of the GPUs' warm-up, of how many, are done.
         Raises EngineDirError, PairError, BackendError, and RequestError for arguments of the wrong type; nothing is
@@ -132,6 +138,7 @@ class SpeculativeDecoder:
             tokenizer_dir,
             chat_template,
             tool_format,
+            reasoning_format,
             translator,
             sizes,
             name,

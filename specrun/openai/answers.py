@@ -14,6 +14,7 @@ from specrun.request.request import Request
 from specrun.request.stats import speculative_decoding
 from specrun.request.updates import Ended, Update, UpdateCursor
 from specrun.sampling.sampler import TokenLogprob
+from specrun.text.reasoning import ReasoningParser
 from specrun.text.token_bytes import TokenBytes
 from specrun.text.tool_call_parser import CallDelta, Seen, ToolCallParser
 
@@ -37,6 +38,8 @@ class Delta(NamedTuple):
     """Characters of the tokens' texts before those of ``scores``."""
     calls: Sequence[CallDelta] = ()
     """New parts of calls of tools. ``text`` does not contain them."""
+    reasoning: str = ""
+    """Text of a thought. ``text`` does not contain it."""
 
 
 @dataclass
@@ -79,13 +82,19 @@ class Answer:
     prompt_scores: list[TokenScore] = field(default_factory=list)
     num_output_tokens: int = 0
     """An end-of-text token included."""
+    thoughts: list[str] = field(default_factory=list)
+    num_reasoning_tokens: int = 0
+    """Tokens of thoughts, with those that end them."""
     ended: Ended | None = None
     _offset: int = 0
     _begun: bool = False
     _parser: ToolCallParser | None = None
+    _reasoning: ReasoningParser | None = None
 
     def __post_init__(self) -> None:
-        """Look for calls where the model was told of tools."""
+        """Look for a thought, and for calls where the model was told of tools."""
+        if thought := self.request.thought:
+            self._reasoning = ReasoningParser(thought)
         if expected := self.request.expected_calls:
             self._parser = ToolCallParser(expected, holds=not (self.is_streamed or expected.are_certain))
 
@@ -95,7 +104,7 @@ class Answer:
         scores: list[TokenScore] = []
         if not self._begun:
             self._begun = True
-            texts.append(self.request.echo)
+            texts += [self.request.echo] if self.request.echo else []
             if self.request.prompt_logprobs is not None:
                 known = [None, *update.prompt_logprobs]
                 self.prompt_scores = [*map(TokenScore, self.request.prompt, known)]
@@ -107,16 +116,31 @@ class Answer:
             if self.request.logprobs is not None:
                 scores += [TokenScore(output.token, output.logprob) for output in update.token_outputs]
         self.ended = update.ended
-        seen = Seen("".join(texts), ())
+        reasoning, content = self._divide(texts, update.ended is not None)
+        seen = Seen(content, ())
         if self._parser:
-            seen = self._parser.push(seen.content, ended=update.ended is not None)
+            seen = self._parser.push(content, ended=update.ended is not None)
             self._add_calls(seen.calls, self._parser.form.make_id)
-        delta = Delta(seen.content, scores, self._offset, seen.calls)
+        delta = Delta(seen.content, scores, self._offset, seen.calls, reasoning)
         if self.names:
             self._offset += sum(len(self.names.text(token)) for token, _ in scores)
         self.texts.append(delta.text)
+        self.thoughts.append(reasoning)
         self.scores += scores
         return delta
+
+    def _divide(self, texts: Sequence[str], ended: bool) -> tuple[str, str]:
+        """Thought and answer in the texts of new tokens."""
+        if self._reasoning is None:
+            return "", "".join(texts)
+        parts = []
+        for text in texts:
+            was_inside = self._reasoning.is_inside
+            parts.append(self._reasoning.push(text))
+            self.num_reasoning_tokens += was_inside or self._reasoning.is_inside
+        if ended:
+            parts.append(self._reasoning.push("", ended=True))
+        return "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
 
     def _add_calls(self, deltas: Sequence[CallDelta], make_id: Callable[[str, int], str]) -> None:
         for delta in deltas:
@@ -137,7 +161,7 @@ class Answer:
     @property
     def whole(self) -> Delta:
         """Everything so far."""
-        return Delta("".join(self.texts), self.scores, 0)
+        return Delta("".join(self.texts), self.scores, 0, reasoning="".join(self.thoughts))
 
     @property
     def wants_logprobs(self) -> bool:
@@ -235,6 +259,7 @@ def usage(answers: Sequence[Answer], n: int) -> dict[str, Any]:
         "completion_tokens": written,
         "total_tokens": prompts + written,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(answer.num_reasoning_tokens for answer in answers)},
     }
 
 

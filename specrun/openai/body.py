@@ -208,6 +208,7 @@ def _options(fields: Fields, chat: bool) -> tuple[RequestOptions, bool]:
         "echo": fields.pop("echo"),
         "draft_len": fields.pop("draft_len"),
         "prompt_logprobs": fields.pop("prompt_logprobs"),
+        "max_reasoning_tokens": fields.pop("max_reasoning_tokens"),
         "add_special_tokens": fields.pop("add_special_tokens"),
         **(_template_options(fields) if chat else {}),
         "acceptance": fields.pop("acceptance"),
@@ -229,8 +230,11 @@ def _template_options(fields: Fields) -> dict[str, Any]:
         raise RequestError(
             "continue_final_message: cannot be combined with add_generation_prompt", "continue_final_message"
         )
+    variables = {**(fields.take("chat_template_kwargs", as_object) or {})}
+    if (effort := fields.take("reasoning_effort", arguments.text)) is not None:
+        variables = {"reasoning_effort": effort, "enable_thinking": effort != "none", **variables}
     return {
-        "chat_template_kwargs": fields.take("chat_template_kwargs", as_object) or None,
+        "chat_template_kwargs": variables or None,
         "add_generation_prompt": opens,
         "continue_final_message": continues,
     }

@@ -216,6 +216,8 @@ class ChatShape(Shape, ChoiceShape):
         message: dict[str, Any] = {"role": "assistant", "content": whole, "refusal": None}
         if answer.calls:
             message |= {"content": whole or None, "tool_calls": [_call(one, one.arguments) for one in answer.calls]}
+        if reasoning := answer.whole.reasoning:
+            message["reasoning_content"] = reasoning
         return {"index": index, "message": message, "logprobs": _chat_logprobs(answer, answer.whole), **_end(answer)}
 
     @override
@@ -225,7 +227,8 @@ class ChatShape(Shape, ChoiceShape):
 
     @override
     def chunks(self, index: int, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
+        deltas: list[dict[str, Any]] = [{"reasoning_content": delta.reasoning}] if delta.reasoning else []
+        deltas += [{"content": delta.text}] if delta.text else []
         for new in delta.calls:
             call = answer.calls[new.index]
             shown = {"function": {"arguments": new.arguments}} if new.name is None else _call(call, new.arguments)

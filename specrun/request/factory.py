@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -21,6 +21,7 @@ from specrun.sampling.sampler import SamplingParams
 from specrun.text.chat_prompts import ChatPrompts
 from specrun.text.detokenizer import Detokenizer, TextStream
 from specrun.text.grammar import Constraint, Grammar, Grammars
+from specrun.text.reasoning import ReasoningChoice, Thought
 from specrun.text.text_encoder import TextEncoder
 from specrun.text.tokenizer import TOKENIZER_NAME, load_tokenizer, tokenizer_files
 from specrun.text.tool_call_parser import ExpectedCalls
@@ -36,6 +37,17 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 _PROMPT = "prompt"
 """The parameter that errors name."""
+_ANY_TEXT = Constraint("grammar", "start: /(?s:.*)/")
+
+
+class _Encoded(NamedTuple):
+    """A prompt as ids."""
+
+    text: str | None
+    """Its text; None for token ids."""
+    ids: Sequence[int]
+    thought: Thought | None = None
+    """What may follow it before the answer."""
 
 
 class RequestFactory:
@@ -48,17 +60,18 @@ class RequestFactory:
         tokenizer_dir: Path | None,
         chat_template: Path | None = None,
         tool_format: ToolFormat | None = None,
+        reasoning_format: ReasoningChoice = "auto",
     ) -> None:
         """chat_template: a file with a template to take instead of the tokenizer's.
 
-        tool_format: how the model writes calls of tools. None: as its template says.
+        tool_format, reasoning_format: see ``ChatPrompts``.
         """
         self.target = target
         self.draft_len = draft_len
         self._tokenizer_dir = tokenizer_dir
         self._grammars = Grammars(lambda: self.tokenizer, target.eos_token_ids)
         self._encoder = TextEncoder(lambda: self.tokenizer, target.build_config.max_input_len)
-        self._chats = ChatPrompts(tokenizer_dir, chat_template, tool_format)
+        self._chats = ChatPrompts(tokenizer_dir, chat_template, tool_format, reasoning_format)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -84,8 +97,7 @@ class RequestFactory:
 
     def token_ids(self, prompt: Prompt, options: RequestOptions) -> list[int]:
         """The ids of a prompt. Raises RequestError."""
-        _, ids = self._encode(prompt, options, "prompt")
-        return list(ids)
+        return list(self._encode(prompt, options, "prompt").ids)
 
     def requests(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions, n: int = 1, name: str = "prompt"
@@ -96,7 +108,7 @@ class RequestFactory:
         """
         if isinstance(prompt, list | tuple) and not is_conversation(prompt):
             self._check_length(len(prompt), name)  # Before a look at each of millions of ids.
-        text, ids = self._encode(prompt, options, name)
+        text, ids, thought = self._encode(prompt, options, name)
         self._check_length(len(ids), name)
         self._check_prompt(ids, name)
         detokenizer = self._detokenizer
@@ -107,16 +119,35 @@ class RequestFactory:
             text = detokenizer.decode(ids)
         params = params.seeded()
         length = self._output_len(ids, options.max_output_len, name)
-        constraint = self._tool_constraint(options) or options.constraint
+        constraint = self._constraint(options, thought)
         grammar = self._grammars.compile(constraint) if constraint else None
-        return [self._request(ids, params.seeded(number), options, length, text, grammar) for number in range(n)]
+        return [
+            self._request(ids, params.seeded(number), options, length, text, grammar, thought) for number in range(n)
+        ]
+
+    def _constraint(self, options: RequestOptions, thought: Thought | None) -> Constraint | None:
+        """What the output must follow. A thought comes before, and follows nothing."""
+        constraint, most = self._tool_constraint(options) or options.constraint, options.max_reasoning_tokens
+        if thought is None:
+            message = "max_reasoning_tokens: the prompt leads to no thought; leave it out"
+            _require(most is None, message, "max_reasoning_tokens")
+            return constraint
+        if constraint is None:
+            if most is None:
+                return None
+            constraint = _ANY_TEXT
+        return constraint._replace(before=thought.grammar(self._added_tokens, constraint.kind != "tools", most))
+
+    @property
+    def _added_tokens(self) -> Mapping[str, int]:
+        return self._detokenizer.added_tokens if self._detokenizer else {}
 
     def _tool_constraint(self, options: RequestOptions) -> Constraint | None:
         """Calls in the model's form, where there must be calls, or calls or JSON of a schema."""
         tools, answer = options.tools, options.answer_schema
         if tools is None:
             return None
-        form, added = self._chats.tool_format(), self._detokenizer.added_tokens if self._detokenizer else {}
+        form, added = self._chats.tool_format(), self._added_tokens
         is_free = tools.are_strict and not (tools.must_call or answer) and form.can_be_free(added)
         if not (tools.must_call or answer or is_free):
             return None
@@ -134,6 +165,7 @@ class RequestFactory:
         length: int,
         text: str | None,
         grammar: Grammar | None,
+        thought: Thought | None,
     ) -> Request:
         """One checked request. text: what ``echo`` shows."""
         request = Request(
@@ -141,7 +173,7 @@ class RequestFactory:
             params,
             length,
             frozenset((*self.target.eos_token_ids, *options.stop_ids)),
-            self._text_stream(ids, options),
+            self._text_stream(ids, options, thought),
             min_output_len=options.min_output_len,
             draft_len=None if options.draft_len == "auto" else options.draft_len,
             use_logits=None if options.acceptance is None else options.acceptance == "logits",
@@ -152,6 +184,7 @@ class RequestFactory:
             timeout=options.timeout,
             grammar=grammar,
             expected_calls=self._expected_calls(options.tools),
+            thought=thought,
         )
         request.stats.max_draft_len = self.draft_len if request.draft_len is None else request.draft_len
         self.check(request)
@@ -163,11 +196,11 @@ class RequestFactory:
             return None
         return ExpectedCalls(self._chats.tool_format(), tools.several, bool(tools.must_call), tools.schemas())
 
-    def _text_stream(self, ids: Sequence[int], options: RequestOptions) -> TextStream | None:
-        """Some tokenizers count the tags of calls as special tokens, which have no text otherwise."""
+    def _text_stream(self, ids: Sequence[int], options: RequestOptions, thought: Thought | None) -> TextStream | None:
+        """Some tokenizers count the tags of calls and thoughts as special tokens, which have no text otherwise."""
         if self._detokenizer is None:
             return None
-        shown = self._chats.tool_format().tags if options.tools else ()
+        shown = [*(self._chats.tool_format().tags if options.tools else ()), *(thought.form.tags if thought else ())]
         return TextStream(self._detokenizer, ids, arguments.texts("stop", options.stop), shown)
 
     def check(self, request: Request) -> None:
@@ -237,11 +270,10 @@ class RequestFactory:
             return wanted
         return min(DEFAULT_OUTPUT_LEN, room) if wanted is None else room
 
-    def _encode(self, prompt: Prompt, options: RequestOptions, name: str) -> tuple[str | None, Sequence[int]]:
-        """The prompt's text, None for token ids, and its ids."""
+    def _encode(self, prompt: Prompt, options: RequestOptions, name: str) -> _Encoded:
         if isinstance(prompt, str):
             if not (options.chat or options.tools) and options.system is None:
-                return prompt, self._encoder.ids(prompt, options.add_special_tokens is not False, name)
+                return _Encoded(prompt, self._encoder.ids(prompt, options.add_special_tokens is not False, name))
             turns: list[Message] = [{"role": "system", "content": options.system}] if options.system is not None else []
             turns.append({"role": "user", "content": prompt})
         elif options.system is not None:
@@ -254,7 +286,7 @@ class RequestFactory:
             raise RequestError("tools: only for messages, whose template tells the model of them", "tools")
         else:
             try:
-                return None, arguments.wholes("token ids", prompt)
+                return _Encoded(None, arguments.wholes("token ids", prompt))
             except RequestError as error:
                 raise RequestError(f"{name}: a prompt is a text, token ids or messages; {error}", _PROMPT) from error
         self._encoder.check_characters(sum(len(turn.get("content") or "") for turn in turns), name)
@@ -265,7 +297,9 @@ class RequestFactory:
             continue_final_message=options.continue_final_message,
             variables=options.chat_template_kwargs,
         )
-        return text, self._encoder.ids(text, bool(options.add_special_tokens), name)
+        begins = options.add_generation_prompt and not options.continue_final_message
+        ids = self._encoder.ids(text, bool(options.add_special_tokens), name)
+        return _Encoded(text, ids, self._chats.thought(text) if begins else None)
 
 
 def is_conversation(prompt: object) -> bool:

@@ -49,6 +49,8 @@ class RequestOptions(Checked):
     """The output ends before this text, or before any of these texts."""
     stop_ids: Sequence[int] = ()
     """The output ends with any of these tokens, beside the model's own."""
+    max_reasoning_tokens: Annotated[int | None, at_least(1)] = None
+    """Most tokens of a thought, where the chat template shows how the model writes one. None: any number."""
     draft_len: Annotated[int | Literal["auto"] | None, draft_length] = None
     """Draft tokens a round; 0: the target alone. None and ``auto``: as the decoder was opened."""
     acceptance: Literal["tokens", "logits"] | None = None
@@ -124,6 +126,7 @@ class OptionKeywords(TypedDict, total=False):
     min_output_len: int
     stop: str | Sequence[str]
     stop_ids: Sequence[int]
+    max_reasoning_tokens: int | None
     draft_len: int | Literal["auto"] | None
     acceptance: Literal["tokens", "logits"] | None
     logprobs: int | None

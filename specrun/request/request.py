@@ -21,6 +21,7 @@ from specrun.sampling.sampler import Floats, SamplingParams, TokenLogprob, whole
 from specrun.text.detokenizer import TextStream
 from specrun.text.grammar import Grammar, Matcher
 from specrun.text.masks import apply_mask
+from specrun.text.reasoning import Thought
 from specrun.text.tool_call_parser import ExpectedCalls
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
@@ -88,6 +89,8 @@ class Request(Checked):
     """Grammar that the output must follow. The output ends when nothing more may follow."""
     expected_calls: ExpectedCalls | None = None
     """Calls of tools that the text may contain; the server parses them."""
+    thought: Thought | None = None
+    """Thought that the text may begin with; the server parses it."""
     has_logits_processors: bool = field(init=False)
     """True if its logits are changed before they become a distribution."""
     matcher: Matcher | None = field(init=False)

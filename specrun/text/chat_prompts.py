@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrun.errors import RequestError
+from specrun.text.reasoning import ReasoningChoice, Thought, find_reasoning
 from specrun.text.tool_formats import find_format
 from specrun.text.tool_formats.base import ToolFormat
 from specrun.text.tools import Tools
@@ -19,13 +20,19 @@ if TYPE_CHECKING:
 class ChatPrompts:
     """The prompts of one model's conversations. The template is read when it is first needed."""
 
-    def __init__(self, tokenizer_dir: Path | None, template_file: Path | None, tool_format: ToolFormat | None) -> None:
+    def __init__(
+        self,
+        tokenizer_dir: Path | None,
+        template_file: Path | None,
+        tool_format: ToolFormat | None,
+        reasoning_format: ReasoningChoice = "auto",
+    ) -> None:
         """template_file: a template to take instead of the tokenizer's.
 
         tool_format: how the model writes calls of tools. None: as its template says.
         """
         self._tokenizer_dir, self._template_file = tokenizer_dir, template_file
-        self._tool_format = tool_format
+        self._tool_format, self._reasoning_format = tool_format, reasoning_format
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools | None, **settings: Any) -> str:
         """The text of ``messages`` up to the beginning of the answer.
@@ -51,6 +58,13 @@ class ChatPrompts:
                 "tools: the chat template shows no known form of calls; give --tool_call_format", "tools"
             )
         return tool_format
+
+    def thought(self, prompt: str) -> Thought | None:
+        """What may follow a rendered ``prompt`` before the answer."""
+        form = self._reasoning_format
+        if form == "auto":
+            form = find_reasoning(self._template.source) or "none"
+        return None if form == "none" else form.behind(prompt)
 
     @cached_property
     def _template(self) -> ChatTemplate:

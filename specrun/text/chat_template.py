@@ -62,7 +62,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._origin, self._seconds = origin, seconds
         self._template = self._compile(source)
-        self._source, self._own_tools_source = source, tools_source
+        self.source, self._own_tools_source = source, tools_source
 
     @cached_property
     def tools_source(self) -> str | None:
@@ -70,7 +70,7 @@ class ChatTemplate:
 
         Raises RequestError where it is no valid jinja.
         """
-        source = self._own_tools_source or self._source
+        source = self._own_tools_source or self.source
         try:
             variables = jinja2.meta.find_undeclared_variables(make_environment().parse(source))
         except Exception as error:

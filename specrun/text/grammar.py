@@ -53,6 +53,8 @@ class Constraint(NamedTuple):
     """The option's name, for messages."""
     text: str
     """JSON for json_schema and choice, Lark for tools, else what the user wrote; json_object has none."""
+    before: str = ""
+    """Lark of what stands before, with ``@answer`` for the text that ``text`` describes; "": nothing does."""
 
 
 def schema_text(schema: Mapping[str, Any] | bool | str) -> str:
@@ -117,7 +119,7 @@ class Grammars:
             return self._ll_tokenizer
 
     def _compile(self, constraint: Constraint) -> Grammar:
-        kind, text = constraint
+        kind, text, _ = constraint
         try:
             size = len(text.encode())
         except UnicodeEncodeError as error:
@@ -142,9 +144,17 @@ class Grammars:
 
 def _source(constraint: Constraint) -> str:
     """The constraint as llguidance takes it. Raises ValueError where the library refuses it."""
+    source = _answer_source(constraint)
+    if not constraint.before:
+        return source
+    (answer,) = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    return json.dumps({"grammars": [{"lark_grammar": constraint.before}, {**answer, "name": "answer"}]})
+
+
+def _answer_source(constraint: Constraint) -> str:
     from llguidance import LLMatcher
 
-    kind, text = constraint
+    kind, text, _ = constraint
     if kind == "json_object":
         text = '{"type": "object"}'
     if kind in ("json_schema", "json_object"):
