@@ -8,20 +8,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from specrun.arguments import Checked, at_least, between, texts, whole
+from specrun.arguments import Checked, at_least, between, texts
 from specrun.errors import RequestError
 
 AUTO = "auto"
 
 DraftKind = Literal["ngram", "suffix"]
 Check = Literal["quick", "full"]
-
-
-def draft_length(name: str, value: Any) -> int | str | None:
-    """A number of draft tokens, ``auto`` or None. Raises RequestError, naming the argument."""
-    if value is None or (isinstance(value, str) and value == AUTO):
-        return value
-    return at_least(0).check(name, whole(name, value))
 
 
 def draft_kind(name: str, value: Any) -> str | None:
@@ -46,7 +39,7 @@ def host_names(name: str, value: Any) -> tuple[str, ...]:
 class DraftTargetConfig(Checked):
     """TensorRT-LLM's four, and how GPUs are used."""
 
-    draft_len: Annotated[int | Literal["auto"] | None, draft_length] = None
+    draft_len: Annotated[int, at_least(0)] | Literal["auto"] | None = None
     """Draft tokens a round; None, or ``auto``: as many as pay, found while decoding."""
     draft_devices: tuple[int, ...] = (0,)
     target_devices: tuple[int, ...] = (0,)
@@ -60,7 +53,7 @@ class DraftTargetConfig(Checked):
     time. The prefix cache gets the memory that is left then. False: each is prepared when a request first needs it."""
     reuse_blocks: bool = True
     """Keep what was read of prompts and written after them for prompts that begin alike, and for suffix drafts."""
-    max_tokens_in_kv_cache: Annotated[int | None, at_least(0)] = None
+    max_tokens_in_kv_cache: Annotated[int, at_least(0)] | None = None
     """Tokens that are kept for it, of each model; None: as many as the rows of a full batch hold."""
     shared_thread_pool: bool = False
     """Let CPU engines share one pool of threads, onnxruntime's for the whole process: sessions of other libraries that
@@ -77,7 +70,7 @@ class DraftTargetConfig(Checked):
     in earlier outputs, through edits too; beside a draft engine, each round takes for each text what promises more
     tokens a second. ngram: another name of suffix."""
 
-    draft_confidence: Annotated[float | None, between(0, 1)] = None
+    draft_confidence: Annotated[float, between(0, 1)] | None = None
     """End a greedy text's draft behind a token with which the whole draft is less probable than this, by the draft's
     own probabilities. Of a DSpark head, its confidence head ends drafts of any text before a token of which it expects
     less. Drafts on GPUs are not ended. 0: never. None: with ``auto``, where another token is not likely enough to be

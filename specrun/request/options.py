@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args
 
 from typing_extensions import override
 
-from specrun.arguments import Checked, Limit, at_least, between, require_names, show, whole
-from specrun.config import draft_length
+from specrun.arguments import Checked, Limit, at_least, between, require_names, show
 from specrun.errors import RequestError
 from specrun.sampling.limits import MAX_LOGPROBS
 from specrun.sampling.sampler import SamplingKeywords, SamplingParams
@@ -19,13 +18,6 @@ from specrun.text.tools import Tools
 
 _SECONDS = Limit("a positive number of seconds", lambda value: value > 0)
 _NOT_EMPTY = Limit("texts that are not empty", lambda texts: "" not in texts)
-
-
-def _output_length(name: str, value: Any) -> int | str | None:
-    """A number of tokens, ``max`` or None. Raises RequestError, naming the argument."""
-    if value is None or (isinstance(value, str) and value == "max"):
-        return value
-    return at_least(1).check(name, whole(name, value))
 
 
 def _optional_schema(_name: str, schema: Any) -> str | None:
@@ -41,7 +33,7 @@ class RequestOptions(Checked):
     not allowed and for names that are no options.
     """
 
-    max_output_len: Annotated[int | Literal["max"] | None, _output_length] = None
+    max_output_len: Annotated[int, at_least(1)] | Literal["max"] | None = None
     """Most tokens of output; ``max``: what fits. None: 256, or what fits."""
     min_output_len: Annotated[int, at_least(0)] = 0
     """No stop id comes before so many tokens of output."""
@@ -49,19 +41,19 @@ class RequestOptions(Checked):
     """The output ends before this text, or before any of these texts."""
     stop_ids: Sequence[int] = ()
     """The output ends with any of these tokens, beside the model's own."""
-    draft_len: Annotated[int | Literal["auto"] | None, draft_length] = None
+    draft_len: Annotated[int, at_least(0)] | Literal["auto"] | None = None
     """Draft tokens a round; 0: the target alone. None and ``auto``: as the decoder was opened."""
     acceptance: Literal["tokens", "logits"] | None = None
     """Method by which draft tokens are accepted. None: the decoder's default."""
-    logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
+    logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
     """Log-probabilities of every token, and of this many likeliest tokens at its position. None: of no token."""
-    prompt_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
     """Log-probabilities of the prompt's tokens, likewise. Only targets on the CPU give them."""
     reuse_blocks: bool = True
     """Share the prefix cache with other texts: read what they have read, and leave what this one reads."""
     echo: bool = False
     """The text begins with the prompt."""
-    timeout: Annotated[float | None, _SECONDS] = None
+    timeout: Annotated[float, _SECONDS] | None = None
     """Seconds, waiting included, after which the output ends as it is."""
     chat: bool = False
     """Wrap the text in the tokenizer's chat template. Messages always are."""

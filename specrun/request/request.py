@@ -74,9 +74,9 @@ class Request(Checked):
     """Draft tokens a round, 0 for none; None: as the decoder has it."""
     use_logits: bool | None = None
     """Modified rejection sampling instead of comparing tokens; None: as the decoder has it."""
-    logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
+    logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
     """Log-probabilities of every committed token, and of this many likeliest ones at its position; None: of none."""
-    prompt_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
     """Log-probabilities of the prompt's tokens, and of this many likeliest ones beside each; None: of none."""
     reuse_blocks: bool = True
     """True if its text shares the prefix cache with other texts."""

@@ -97,7 +97,7 @@ class SamplingParams(Checked):
     temperature: Annotated[float, _TEMPERATURE] = 0.0
     top_k: Annotated[int, _TOP_K] = 0
     top_p: Annotated[float, _TOP_P] = 1.0
-    seed: Annotated[int | None, _SEED] = None
+    seed: Annotated[int, _SEED] | None = None
     min_p: Annotated[float, _MIN_P] = 0.0
     repetition_penalty: Annotated[float, _FACTOR] = 1.0
     presence_penalty: Annotated[float, _SUMMAND] = 0.0
