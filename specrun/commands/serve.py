@@ -7,14 +7,13 @@ import gc
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 
 from specrun.command_line import FolderPath
-from specrun.commands.models import build_models, take_models
 from specrun.commands.options import generation_config_option, show_recommended_sampling
-from specrun.commands.pair import open_pair, pair_config, pair_options
+from specrun.commands.pair import Pair, pair_options
+from specrun.request.generation_config import recommended_sampling
 from specrun.serve.limits import WRITE_SECONDS
 
 
@@ -72,6 +71,7 @@ from specrun.serve.limits import WRITE_SECONDS
 )
 @click.option("--log_prompts", is_flag=True, help="Write prompts to the log.")
 def serve(
+    pair: Pair,
     host: str,
     port: int,
     api_key_file: Path | None,
@@ -86,7 +86,6 @@ def serve(
     tool_call_format: str,
     metrics_prefix: str,
     log_prompts: bool,
-    **options: Any,
 ) -> None:
     """A target and its draft -> an OpenAI-compatible server.
 
@@ -94,10 +93,7 @@ def serve(
     /version. The log on standard error has a line of JSON for every request. SIGTERM, SIGHUP and Ctrl-C let answers
     end.
     """
-    built = take_models(options)
-    config = pair_config(options)
     from specrun.openai.body import DEFAULTS
-    from specrun.request.generation_config import recommended_sampling
     from specrun.serve.hosts import is_local, read_hosts
     from specrun.serve.keys import read_keys
     from specrun.serve.log import set_up
@@ -110,11 +106,11 @@ def serve(
     if hosts is None and not keys and is_local(host):
         hosts = frozenset()
     listener = listen(host, port)
-    name = build_models(options, built)
+    engines = pair.engines()
     if not keys and not is_local(host):
         click.echo(f"WARNING: everybody who reaches {host} may use this server; give --api_key_file", err=True)
-    recommended = recommended_sampling(options["engine_dir"]) if generation_config == "auto" else {}
-    decoder = open_pair(options, config, FORMATS.get(tool_call_format))
+    recommended = recommended_sampling(engines.target) if generation_config == "auto" else {}
+    decoder = pair.open(engines, FORMATS.get(tool_call_format))
     show_recommended_sampling(recommended)
     set_up()
     # What is here now stays. A collection of garbage would look at all of it, and every stream waits meanwhile.
@@ -127,7 +123,7 @@ def serve(
         run(
             decoder,
             listener,
-            model=model_name or name,
+            model=model_name or engines.name,
             keys=keys,
             allowed_hosts=hosts,
             max_queue=max_queue,

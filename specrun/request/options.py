@@ -34,19 +34,21 @@ class RequestOptions(Checked):
     """
 
     max_output_len: Annotated[int, at_least(1)] | Literal["max"] | None = None
-    """Most tokens of output; ``max``: what fits. None: 256, or what fits."""
+    """Most tokens of output; ``max``: what fits. Default: 256, or fewer."""
     min_output_len: Annotated[int, at_least(0)] = 0
-    """No stop id comes before so many tokens of output."""
+    """Fewest tokens of output: no stop id comes before."""
     stop: str | Sequence[str] = ()
-    """The output ends before this text, or before any of these texts."""
+    """Text before which the output ends, or several."""
     stop_ids: Sequence[int] = ()
-    """The output ends with any of these tokens, beside the model's own."""
+    """Token ids that end the output, beside the model's own."""
     draft_len: Annotated[int, at_least(0)] | Literal["auto"] | None = None
     """Draft tokens a round; 0: the target alone. None and ``auto``: as the decoder was opened."""
     acceptance: Literal["tokens", "logits"] | None = None
-    """Method by which draft tokens are accepted. None: the decoder's default."""
+    """Accept draft tokens by exact match (``tokens``) or by rejection sampling (``logits``).
+
+    None: as the decoder was opened."""
     logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
-    """Log-probabilities of every token, and of this many likeliest tokens at its position. None: of no token."""
+    """Log-probabilities of every token, and of this many likeliest ones at its position. Default: none."""
     prompt_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
     """Log-probabilities of the prompt's tokens, likewise. Only targets on the CPU give them."""
     reuse_blocks: bool = True
@@ -56,7 +58,7 @@ class RequestOptions(Checked):
     timeout: Annotated[float, _SECONDS] | None = None
     """Seconds, waiting included, after which the output ends as it is."""
     chat: bool = False
-    """Wrap the text in the tokenizer's chat template. Messages always are."""
+    """Wrap texts in the tokenizer's chat template; messages always are."""
     system: str | None = None
     """The system message before a text; implies ``chat``."""
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -68,7 +70,9 @@ class RequestOptions(Checked):
     add_special_tokens: bool | None = None
     """Put the tokenizer's special tokens around the prompt. None: around texts, and not around conversations."""
     json_schema: Annotated[Mapping[str, Any] | bool | str | None, _optional_schema] = None
-    """The output is JSON that this schema describes: a schema, or its text. At most one of these five is given."""
+    """The output is JSON of this schema.
+
+    It is a schema, or its text. At most one of these five options is given."""
     json_object: bool = False
     """The output is a JSON object."""
     regex: str | None = None
