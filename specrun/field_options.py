@@ -112,9 +112,10 @@ def _sentences(owner: type) -> dict[str, str]:
     """The first paragraph of the docstring below each field of ``owner``, by name. Empty where there are no sources."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
-    except OSError:
+    except (OSError, TypeError):  # Classes of Python itself have none.
         return {}
-    return {
+    inherited = {name: sentence for base in owner.__bases__ for name, sentence in _sentences(base).items()}
+    return inherited | {
         field.target.id: inspect.cleandoc(text.value.value).partition("\n\n")[0].replace("``", "")
         for field, text in itertools.pairwise(node for part in tree.body for node in ast.iter_child_nodes(part))
         if isinstance(field, ast.AnnAssign)
