@@ -146,7 +146,7 @@ def fields_of(text: str, heading: str) -> list[str]:
 
 def test_every_json_field_is_described() -> None:
     written = set(fields_of(section("specrun generate").partition("### JSON")[2], "field"))
-    request = Request([1], SamplingParams(), 1, logprobs=1)
+    request = Request([1], SamplingParams(), 1, options=RequestOptions(logprobs=1))
     request.error = request.draft_error = RequestError("for its field")
     assert written == set(json.loads(as_json(request)))
 

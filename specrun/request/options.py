@@ -96,6 +96,11 @@ class RequestOptions(Checked):
             raise RequestError(f"{given[0]} cannot be combined with {given[1]}", given[0])
 
     @property
+    def fixed_draft_len(self) -> int | None:
+        """Draft tokens a round. None: as the decoder was opened."""
+        return None if self.draft_len == "auto" else self.draft_len
+
+    @property
     def answer_schema(self) -> str | None:
         """The JSON schema that the output follows where it is no call."""
         if self.json_object:
