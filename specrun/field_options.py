@@ -57,7 +57,7 @@ def field_option(owner: type, name: str, *flags: str, **settings: Any) -> Decora
     declared = _type_of(get_type_hints(owner, include_extras=True)[name])
     if (default := getattr(owner, name, ())) not in ((), None):
         declared |= {"default": default, "show_default": default is not False}
-    sentence = _sentences(owner).get(name, "")
+    sentence = docstrings(owner).get(name, "").partition("\n\n")[0].replace("``", "")
     declared |= settings
     if declared.get("multiple"):
         sentence = f"{sentence[:-1]}; may be repeated."
@@ -108,15 +108,15 @@ class _NumberOrWord(click.ParamType[Any]):
 
 
 @functools.cache
-def _sentences(owner: type) -> dict[str, str]:
-    """The first paragraph of the docstring below each field of ``owner``, by name. Empty where there are no sources."""
+def docstrings(owner: type) -> dict[str, str]:
+    """The docstring below each field of ``owner``, by name. Empty where there are no sources."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
     except (OSError, TypeError):  # Classes of Python itself have none.
         return {}
-    inherited = {name: sentence for base in owner.__bases__ for name, sentence in _sentences(base).items()}
+    inherited = {name: text for base in owner.__bases__ for name, text in docstrings(base).items()}
     return inherited | {
-        field.target.id: inspect.cleandoc(text.value.value).partition("\n\n")[0].replace("``", "")
+        field.target.id: inspect.cleandoc(text.value.value)
         for field, text in itertools.pairwise(node for part in tree.body for node in ast.iter_child_nodes(part))
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)

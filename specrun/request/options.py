@@ -82,7 +82,9 @@ class RequestOptions(Checked):
     grammar: str | None = None
     """The output follows this grammar, in llguidance's form of Lark."""
     tools: Tools | None = None
-    """Functions that the chat template tells the model of. The output is calls of them, or what a schema describes."""
+    """``specrun.text.tools.Tools``: functions that the chat template tells the model of.
+
+    The output is calls of them, or what a schema describes."""
 
     @override
     def __post_init__(self) -> None:
