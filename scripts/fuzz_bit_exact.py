@@ -25,6 +25,7 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.processor import describe_processor
 from specrun.engine_dir.config import open_engine
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams, TokenLogprob
 
@@ -101,7 +102,7 @@ def fuzz(
                 _decode(dice, pair, requests)
             for request, again in zip(requests, make, strict=True):
                 own = again()
-                own.draft_len = None
+                own.options = replace(own.options, draft_len=None)
                 _decode(dice, alone, [own])
                 tally.add(request, own)
             report(tally)
@@ -127,7 +128,7 @@ def _request(
     if dice.random() < 0.5:
         params = replace(params, temperature=dice.choice((0.3, 0.8, 1.2)), top_p=dice.choice((0.9, 1.0)))
     draft_len = dice.choice((None, None, None, 0, 1))
-    return lambda: Request(prompt, params, output, draft_len=draft_len, logprobs=0)
+    return lambda: Request(prompt, params, output, options=RequestOptions(draft_len=draft_len, logprobs=0))
 
 
 def _pair(dice: random.Random, drafts: Sequence[Path], max_draft_len: int) -> tuple[DraftTargetConfig, Path | None]:

@@ -41,6 +41,10 @@ class Limit(NamedTuple):
     expected: str
     """Description of valid values, for messages."""
     holds: Callable[[Any], bool]
+    least: int | None = None
+    """Smallest valid number, for the command line."""
+    most: int | None = None
+    """Largest valid number, likewise."""
 
     def check(self, name: str, value: _T) -> _T:
         """``value``. Raises RequestError, naming the argument, where it may not be given."""
@@ -51,12 +55,12 @@ class Limit(NamedTuple):
 
 def at_least(least: int) -> Limit:
     """The limit of numbers from ``least`` on."""
-    return Limit(f"{least} or more", lambda value: bool(value >= least))
+    return Limit(f"{least} or more", lambda value: bool(value >= least), least)
 
 
 def between(least: int, most: int) -> Limit:
     """The limit of numbers from ``least`` to ``most``."""
-    return Limit(f"{least} to {most}", lambda value: bool(least <= value <= most))
+    return Limit(f"{least} to {most}", lambda value: bool(least <= value <= most), least, most)
 
 
 class Checked:
@@ -99,13 +103,23 @@ def _check_of(hint: Any) -> _Check:
         if not isinstance(extra, Limit):
             return extra  # type: ignore[no-any-return]
         inner = _check_of(kind)
-        return lambda name, value: None if (checked := inner(name, value)) is None else extra.check(name, checked)
-    if origin in (Union, UnionType) and NoneType in parts:
-        check = _check_of(functools.reduce(operator.or_, (part for part in parts if part is not NoneType)))
-        return lambda name, value: None if value is None else check(name, value)
+        return lambda name, value: extra.check(name, inner(name, value))
+    if origin in (Union, UnionType):
+        kinds, words = split_union(hint)
+        check = _check_of(functools.reduce(operator.or_, kinds) if kinds else Literal[words])
+        return lambda name, value: (
+            value if value is None or (isinstance(value, str) and value in words) else check(name, value)
+        )
     if origin is Literal:
         return Limit(" or ".join(parts), lambda value: isinstance(value, str) and value in parts).check
     return instance_of(hint, hint.__name__)
+
+
+def split_union(hint: Any) -> tuple[list[Any], tuple[str, ...]]:
+    """The types of an annotation such as ``int | Literal["auto"] | None`` but for None, and its words."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    words = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+    return [part for part in parts if part is not NoneType and get_origin(part) is not Literal], words
 
 
 def require_names(given: Iterable[str], known: Collection[str]) -> None:

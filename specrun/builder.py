@@ -13,41 +13,48 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 from specrun import errors
+from specrun.arguments import Checked, at_least
 from specrun.config import Check
 from specrun.engine_dir.config import CONFIG_NAME, KINDS, CacheForm
 from specrun.engine_dir.directories import TRITON_KIND
 from specrun.engine_dir.small_files import read_small
 from specrun.errors import BackendError
 
+QFormat = Literal["auto", "int8", "int8_wo", "int4", "int4_sym", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo"]
+"""Values of ``--qformat`` of ``specbuild convert``, which this package does not import."""
+
 
 @dataclass(frozen=True)
-class BuildOptions:
+class BuildOptions(Checked):
     """How checkpoints become engines. The names are those of ``specbuild``'s options."""
 
-    qformat: str = "auto"
-    """Weight format of both models, and of a head if it is an integer format."""
+    qformat: QFormat = "auto"
+    """Format of both models' weights. auto: as they are."""
     kv_cache_dtype: CacheForm = "auto"
-    """Cache format of both models, on CPUs."""
-    max_batch_size: int = 4
+    """Bits of stored keys and values, on CPUs. auto: float32."""
+    max_batch_size: Annotated[int, at_least(1)] = 4
     """Most texts in a batch."""
-    max_seq_len: int | None = None
-    """Most tokens of prompt and output. None: what both models have, 4,096 at most."""
-    max_draft_len: int = 10
-    """Most draft tokens that the target checks in one pass."""
-    draft_vocab_size: int | None = None
-    """Number of tokens of its vocabulary that a draft model drafts. None: all."""
+    max_seq_len: Annotated[int, at_least(2)] | None = None
+    """Most tokens of prompt and output. Default: 4096, or the models' limit."""
+    max_draft_len: Annotated[int, at_least(1)] = 10
+    """Most draft tokens a round."""
+    draft_vocab_size: Annotated[int, at_least(1)] | None = None
+    """Draft only so many tokens of a draft model's vocabulary."""
     verify: bool = True
-    """Compare what is converted with the Hugging Face model. It takes seconds, and time in proportion to the model."""
-    tp_size: int = 1
-    """Ranks that compute the target together."""
+    """Compare what is converted with the Hugging Face model.
+
+    It takes seconds, and time in proportion to the model."""
+    tp_size: Annotated[int, at_least(1)] = 1
+    """Ranks that compute the target together (tensor parallel)."""
     device: str | None = None
-    """``cpu``, ``cuda`` or ``cuda:N``. None: a GPU if there is one."""
+    """The engines' device: cpu, cuda or cuda:N. Default: a GPU if there is one."""
     revision: str | None = None
     """Branch, tag or commit of the target, for a Hub ID."""
     draft_revision: str | None = None
-    """The same of the draft."""
+    """The same as ``revision``, of the draft."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoints."""
     text_model: bool = False

@@ -8,20 +8,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from specrun.arguments import Checked, at_least, between, texts, whole
+from specrun.arguments import Checked, Limit, at_least, between, texts
 from specrun.errors import RequestError
 
 AUTO = "auto"
 
-DraftKind = Literal["ngram", "suffix"]
+DraftKind = Literal["suffix", "ngram"]
 Check = Literal["quick", "full"]
-
-
-def draft_length(name: str, value: Any) -> int | str | None:
-    """A number of draft tokens, ``auto`` or None. Raises RequestError, naming the argument."""
-    if value is None or (isinstance(value, str) and value == AUTO):
-        return value
-    return at_least(0).check(name, whole(name, value))
+_SHARE = Limit("more than 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def draft_kind(name: str, value: Any) -> str | None:
@@ -44,47 +38,53 @@ def host_names(name: str, value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class DraftTargetConfig(Checked):
-    """TensorRT-LLM's four, and how GPUs are used."""
+    """How a pair is run: TensorRT-LLM's four settings first."""
 
-    draft_len: Annotated[int | Literal["auto"] | None, draft_length] = None
-    """Draft tokens a round; None, or ``auto``: as many as pay, found while decoding."""
+    draft_len: Annotated[int, at_least(0)] | Literal["auto"] | None = None
+    """Draft tokens a round. Default: auto, as many as pay."""
     draft_devices: tuple[int, ...] = (0,)
+    """The GPU of the draft. Default: [0]."""
     target_devices: tuple[int, ...] = (0,)
+    """The GPU of the target, or one for each of its ranks. Default: [0]."""
     use_logits: bool = False
-    kv_cache_free_gpu_memory_fraction: float = 0.9
-    """Share of a GPU's memory that caches may take of what weights leave free."""
+    """Accept draft tokens by rejection sampling, not by exact match."""
+    kv_cache_free_gpu_memory_fraction: Annotated[float, _SHARE] = 0.9
+    """Share of the GPU memory left free by the weights that caches may take."""
     cuda_graph: bool = True
-    """Queue a round as one CUDA graph where engines allow it."""
+    """Queue each round as one CUDA graph, where engines allow it."""
     warm_up: bool = True
-    """Prepare GPU engines for every batch size and draft length when they are opened. That can take minutes the first
-    time. The prefix cache gets the memory that is left then. False: each is prepared when a request first needs it."""
+    """Prepare GPUs for all sizes of rounds when opening.
+
+    That can take minutes the first time. The prefix cache gets the memory that is left then. False: each is prepared
+    when a request first needs it."""
     reuse_blocks: bool = True
-    """Keep what was read of prompts and written after them for prompts that begin alike, and for suffix drafts."""
-    max_tokens_in_kv_cache: Annotated[int | None, at_least(0)] = None
-    """Tokens that are kept for it, of each model; None: as many as the rows of a full batch hold."""
+    """Reuse the KV cache of shared prompt prefixes, and earlier outputs as suffix drafts."""
+    max_tokens_in_kv_cache: Annotated[int, at_least(0)] | None = None
+    """Capacity of the prefix cache in tokens, per model. Default: as many as a full batch has."""
     shared_thread_pool: bool = False
     """Let CPU engines share one pool of threads, onnxruntime's for the whole process: sessions of other libraries that
     want threads of their own are refused from then on. False: each engine has its own pool, and others are left alone;
     where the process has the shared pool already, engines use it."""
     bit_exact: bool = False
-    """Raise an error where texts are not the target's own to the byte, whatever the draft, the batch and what is
-    cached: there rounding may decide between two tokens that are about equally good."""
+    """An error where texts are not the target's own to the byte.
+
+    There rounding may decide between two tokens that are about equally good, by the draft, the batch and what is
+    cached."""
     check: Check = "quick"
-    """Choice of an engine's files to compare with their checksums when it is opened. quick: those that were changed, by
-    their sizes and time stamps, since the checksums were taken. full: all."""
+    """Files to compare with their checksums: those changed since, by size and time (``quick``), or all (``full``)."""
     draft: Annotated[DraftKind | None, draft_kind] = None
-    """What drafts without a draft engine. suffix: what followed the text's last tokens where they came before in it or
-    in earlier outputs, through edits too; beside a draft engine, each round takes for each text what promises more
-    tokens a second. ngram: another name of suffix."""
+    """``suffix``: draft what followed the last tokens where they came before in the text or in earlier outputs, beside
+    a draft engine or without one. ``ngram``: another name of it.
 
-    draft_confidence: Annotated[float | None, between(0, 1)] = None
-    """End a greedy text's draft behind a token with which the whole draft is less probable than this, by the draft's
-    own probabilities. Of a DSpark head, its confidence head ends drafts of any text before a token of which it expects
-    less. Drafts on GPUs are not ended. 0: never. None: with ``auto``, where another token is not likely enough to be
-    accepted to be worth its time."""
+    It follows edits, too. Beside a draft engine, each round takes for each text what promises more tokens a second."""
+    draft_confidence: Annotated[float, between(0, 1)] | None = None
+    """End a draft if its joint probability falls below this; 0: never. Default: measured, with auto.
 
+    It ends greedy texts' drafts, behind that token. Of a DSpark head, its confidence head ends drafts of any text
+    before a token of which it expects less. Drafts on GPUs are not ended. What is measured is whether another token is
+    likely enough to be accepted to be worth its time."""
     rank_hosts: Annotated[tuple[str, ...], host_names] = ()
-    """The machines of the ranks of a target for CPUs: a name for each rank, this machine's first. (): this one."""
+    """The machine of each rank of a CPU target, this one first. Default: this one."""
 
     @property
     def least_confidence(self) -> float | None:
@@ -117,15 +117,6 @@ def parse_draft_target_config(text: str) -> DraftTargetConfig:
     if type(use_logits) is not bool:
         raise ValueError(f"use_logits {use_logits!r} is neither True nor False; {example}")
     return DraftTargetConfig(draft_len, _devices(draft_devices), _devices(target_devices), use_logits)
-
-
-def parse_draft_len(text: str) -> int | str:
-    """Read ``auto`` or a number of tokens. Raises ValueError."""
-    if text == AUTO:
-        return AUTO
-    if not text.isascii() or not text.isdigit():
-        raise ValueError(f"{text!r} is neither auto nor a number of draft tokens")
-    return int(text)
 
 
 def parse_logit_bias(text: str) -> dict[int, float]:

@@ -45,7 +45,7 @@ def as_object(request: Request) -> dict[str, Any]:
         "first_token_seconds": stats.first_token_seconds,
         "cached_prompt_tokens": stats.cached,
     }
-    if request.logprobs is not None:
+    if request.options.logprobs is not None:
         result["logprobs"] = [output.logprob._asdict() for output in request.token_outputs if output.logprob]
     if request.error:
         result["error"] = str(request.error)

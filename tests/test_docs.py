@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shutil
@@ -15,8 +14,9 @@ import pytest
 
 import specbuild.cli
 import specrun.cli
+from scripts.field_lists import updated
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
-from specrun import DraftTargetConfig, Request, RequestError, RequestOptions, SamplingParams
+from specrun import Request, RequestError, RequestOptions, SamplingParams
 from specrun.engine_dir.config import BuildConfig, EngineConfig, Features, Provenance
 from specrun.evaluation.bench_results import Result, Split
 from specrun.evaluation.verify import Part, Verdict
@@ -48,15 +48,12 @@ def test_the_examples_run(
         exec(compile("\n" * line + block[1], str(path), "exec"), names)
 
 
-@pytest.mark.parametrize("settings", [DraftTargetConfig, RequestOptions, SamplingParams])
-def test_the_tables_are_complete(settings: Any) -> None:
-    table = re.search(rf"^\| `{settings.__name__}` \|.*?\n\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert table
-    written: dict[str, Any] = {}
-    for names, default in re.findall(r"^\| (`.*?`) \| `(.*?)` \|", table[0], re.MULTILINE):
-        written |= dict.fromkeys(re.findall(r"`(\w+)`", names), ast.literal_eval(default))
-    usual = settings()
-    assert written == {field.name: getattr(usual, field.name) for field in fields(settings)}
+def test_the_lists_of_options_are_those_of_the_code() -> None:
+    """``scripts/field_lists.py`` writes them."""
+    text = PAGE.read_text()
+    assert text == updated(text)
+    assert re.findall("<!-- fields of (.*?) -->", text) == ["DraftTargetConfig", "RequestOptions", "SamplingParams"]
+    assert updated(text.replace("- `top_k`, `0`: Keep", "- `top_k`, `1`: Keep")) == text
 
 
 def prose(text: str) -> str:
@@ -146,7 +143,7 @@ def fields_of(text: str, heading: str) -> list[str]:
 
 def test_every_json_field_is_described() -> None:
     written = set(fields_of(section("specrun generate").partition("### JSON")[2], "field"))
-    request = Request([1], SamplingParams(), 1, logprobs=1)
+    request = Request([1], SamplingParams(), 1, options=RequestOptions(logprobs=1))
     request.error = request.draft_error = RequestError("for its field")
     assert written == set(json.loads(as_json(request)))
 

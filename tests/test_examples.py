@@ -29,7 +29,7 @@ from click.testing import CliRunner
 import specbuild.cli
 import specrun.cli
 from specbuild.pair import Pair, PairRequest
-from specrun.builder import BuildOptions
+from specrun.builder import BuildOptions, QFormat
 from tests import all_cores
 from tests.helpers.doc_examples import Section, sections
 from tests.helpers.engines import make_engine, make_onnx, once
@@ -150,7 +150,8 @@ def cache(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         Pair(PairRequest(str(made / "model.gguf"))).engines()
         Pair(PairRequest(big, small, BuildOptions(draft_vocab_size=32768))).engines()
-        for draft, qformat in ((small, "auto"), (small, "int8"), (None, "int4")):
+        formats: list[tuple[str | None, QFormat]] = [(small, "auto"), (small, "int8"), (None, "int4")]
+        for draft, qformat in formats:
             target = Pair(PairRequest(big, draft, BuildOptions(qformat=qformat))).engines()["target"]
         shutil.copytree(target.parent, target.parents[1] / OLD_ENGINE)
         yield root

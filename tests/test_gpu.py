@@ -15,6 +15,7 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.driver import why_no_gpu
 from specrun.gpu.backend import why_no_gpu_backend
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.helpers.engines import make_engine, make_onnx
@@ -73,7 +74,10 @@ def test_requests_that_come_and_go(pair: Path, engines: Path) -> None:
     """In rows of their own, with prompts that begin alike and draft lengths that differ."""
     prompts = [[*range(3, 35), *range(40, 40 + n)] for n in (1, 5, 2, 9, 4, 12, 7, 3)]
     expected = decode(engines / "target", None, GREEDY, prompts)
-    requests = [Request(prompt, GREEDY, LENGTH, draft_len=n % 3 or None) for n, prompt in enumerate(prompts)]
+    requests = [
+        Request(prompt, GREEDY, LENGTH, options=RequestOptions(draft_len=n % 3 or None))
+        for n, prompt in enumerate(prompts)
+    ]
     with SpeculativeDecoder.open(pair / "target", pair / "draft", DraftTargetConfig(4)) as decoder:
         run_staggered(decoder, requests, 1)
     found = zip(prompts, expected, requests, strict=True)
@@ -112,7 +116,11 @@ def test_tables_are_the_cpus(tmp_path: Path, drafts: bool, graph: bool) -> None:
     target = normal(1, V, V, scale=2.0)
     draft = target + normal(2, V, V, scale=0.5) if drafts else None
     expected, requests = (
-        [replace(r, draft_len=r.draft_len if drafts else None) for r in some_requests(24) if not r.use_logits]
+        [
+            replace(r, options=replace(r.options, draft_len=r.options.draft_len if drafts else None))
+            for r in some_requests(24)
+            if not r.options.acceptance
+        ]
         for _ in range(2)
     )
     decode_tables(open_tables(tmp_path, target, draft, weight=5, **sizes), expected)

@@ -33,6 +33,7 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
 from specrun.evaluation.bench import machine_of
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 
@@ -111,7 +112,10 @@ def make_engine(work: Path, model: str, form: str) -> Path:
 
 def seconds_of(decoder: SpeculativeDecoder, texts: list[Text], draft_len: int | None) -> float:
     """The time of greedy texts; stop ids are ignored."""
-    requests = [Request(text.prompt, SamplingParams(), text.output_len, draft_len=draft_len) for text in texts]
+    requests = [
+        Request(text.prompt, SamplingParams(), text.output_len, options=RequestOptions(draft_len=draft_len))
+        for text in texts
+    ]
     began = time.perf_counter()
     for _ in decoder.run(requests):
         pass

@@ -19,6 +19,7 @@ from scripts.benchmarks.locked_weights import lock_weights
 from scripts.benchmarks.peers_models import BITS, Places, make_genai
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 
@@ -58,7 +59,9 @@ class Specrun:
     def generate(self, prompts: Rows, output_len: int, drafted: bool) -> Rows:
         """See ``System``."""
         draft_len = self.draft_len if drafted else 0
-        requests = [Request(ids, SamplingParams(), output_len, draft_len=draft_len) for ids in prompts]
+        requests = [
+            Request(ids, SamplingParams(), output_len, options=RequestOptions(draft_len=draft_len)) for ids in prompts
+        ]
         for _ in self.decoder.run(requests):
             pass
         return [[int(token) for token in request.output] for request in requests]

@@ -31,6 +31,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
 from specrun.evaluation.bench import machine_of
 from specrun.evaluation.bench_results import Spread
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 
@@ -126,7 +127,9 @@ def measure(decoders: dict[str, SpeculativeDecoder], output_len: int, repetition
 def acceptance_rate(decoder: SpeculativeDecoder, output_len: int) -> float:
     """Of the draft's tokens, by the target of ``decoder``, on the prompts that speed is measured with."""
     ids = [decoder.tokenizer.encode(text).ids for text in PROMPTS]
-    requests = [Request(prompt, SamplingParams(), output_len, draft_len=DRAFT_LEN) for prompt in ids]
+    requests = [
+        Request(prompt, SamplingParams(), output_len, options=RequestOptions(draft_len=DRAFT_LEN)) for prompt in ids
+    ]
     for request in requests:
         for _ in decoder.run([request]):
             pass

@@ -21,7 +21,7 @@ import click
 
 from scripts.chat_prompts import prompts
 from specbuild.pair import Pair, PairRequest
-from specrun.builder import BuildOptions
+from specrun.builder import BuildOptions, QFormat
 from specrun.config import DraftKind, DraftTargetConfig
 from specrun.engine_dir.config import open_engine
 from specrun.evaluation.bench import bench, machine_of
@@ -78,7 +78,7 @@ def main(
     model_dir: Path,
     draft_model: Path | None,
     drafts: Sequence[str],
-    qformats: Sequence[str],
+    qformats: Sequence[QFormat],
     work_dir: Path,
     count: int,
     output_len: int,

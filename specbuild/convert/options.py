@@ -1,4 +1,4 @@
-"""What ``specbuild convert`` can be asked for."""
+"""What ``specbuild convert`` and ``quantize`` can be asked for."""
 
 from __future__ import annotations
 
@@ -12,38 +12,69 @@ from specrun.errors import BuildConfigError
 
 
 @dataclass(frozen=True)
-class ConvertOptions:
-    """What ``specbuild convert`` was asked for."""
+class CheckpointOptions:
+    """What both commands take that write a checkpoint."""
 
     model: str
+    """A Hugging Face checkpoint, or its Hub ID."""
     output_dir: str | Path
-    dtype: str = "auto"
-    max_seq_len: int | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
+    """Directory of the new checkpoint."""
     qformat: str = "auto"
-    """``auto``: as the checkpoint is."""
+    """Format of the weights. auto: as they are."""
     group_size: int | None = None
+    """Input channels for each scale in the integer formats. Default: 32, or less."""
     exclude: tuple[str, ...] = ()
+    """Modules to leave unquantized."""
     kv_cache_dtype: str = "auto"
-    """Type that keys and values are stored in; ``auto``: the type of the computation."""
+    """Dtype of stored keys and values. auto: that of the computation."""
     texts: TextOptions = field(default_factory=TextOptions)
     """Texts to calibrate scales on: of 8-bit caches, and of inputs in formats that fix them."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub ID."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+    resume: bool = False
+    """Continue a run that was stopped."""
+    force: bool = False
+    """Replace output_dir, and what a stopped run left."""
+
+
+@dataclass(frozen=True)
+class QuantizeOptions(CheckpointOptions):
+    """What ``specbuild quantize`` was asked for."""
+
+    qformat: str = "auto"
+    """Format of the weights. auto: the fastest on a CPU that keeps 90% of this model's likeliest tokens."""
+    lm_head: bool = False
+    """Quantize lm_head too; vLLM and others do not read that for every model."""
+    quality: bool = True
+    """Compare the predictions with the original's."""
+    draft_dir: str | None = None
+    """A draft of the model: compare the acceptance rate of the pair too."""
+
+
+@dataclass(frozen=True)
+class ConvertOptions(CheckpointOptions):
+    """What ``specbuild convert`` was asked for."""
+
+    dtype: str = "auto"
+    """Dtype of the computation. auto: as the weights are stored."""
+    max_seq_len: int | None = None
+    """Number of positions to serve. Default: those it was trained for."""
     dequantize: bool = False
-    """Take quantized weights as dense ones."""
+    """Dequantize weights that come quantized."""
     text_model: bool = False
-    """Take the language model inside a multimodal one."""
+    """Take the language model inside a multimodal model."""
     draft_vocab_size: int | None = None
-    """The model is a draft that writes so many tokens of its vocabulary alone."""
+    """The model is a draft: how many of its tokens it is to draft."""
     head: str | None = None
-    """A draft head that the model is to give its features to."""
+    """A draft head of the model: the graph gives the features that it reads."""
     head_of: str | None = None
     """The model is a draft head; this is its target."""
     allow_pickle: bool = False
-    """Read a head's weights from a pickle, where there are no others."""
+    """Read a head's weights from a pickle, as tensors alone, where there are no others."""
     verify: bool = True
-    resume: bool = False
-    force: bool = False
+    """Compare the graph with the model."""
 
     def require_consistent(self) -> None:
         """Raise BuildConfigError where options cannot be combined."""

@@ -25,21 +25,35 @@ class EngineOptions(Strict):
     """One engine to build, as the options say; None means that an option is not set."""
 
     checkpoint_dir: Path
+    """ONNX checkpoint directory (from specbuild convert)."""
     output_dir: Path
+    """Directory of the new engine."""
     backend: Backend = "auto"
+    """What runs the engine. Default: auto."""
     device: str | None = None
+    """The engine's device: cpu, cuda or cuda:N; TensorRT builds for GPU N."""
     max_batch_size: Annotated[int, Field(ge=1)] = 4
+    """Most texts in a batch. Default: 4."""
     max_input_len: Annotated[int | None, Field(ge=1)] = None
+    """Most tokens of a prompt. Default: 3200, or the model's limit."""
     max_seq_len: Annotated[int | None, Field(ge=2)] = None
+    """Most tokens of prompt and output. Default: 4800, or the model's limit."""
     speculative_decoding_mode: SpeculativeMode | None = None
+    """TensorRT-LLM's name for whether a target checks draft tokens."""
     max_draft_len: Annotated[int | None, Field(ge=0)] = None
+    """Draft tokens a target checks in one pass; implies the mode."""
     gather_generation_logits: bool = False
+    """Allow the logits of every position."""
     multiple_profiles: bool = False
+    """TensorRT: a profile for each size of a round."""
     tp_size: Annotated[int, Field(ge=1, le=1 << 10)] = 1
+    """Ranks that compute the model together (tensor parallel). Default: 1."""
     kv_cache_dtype: CacheForm = "auto"
+    """CPU: bits of keys and values."""
     compute_capabilities: tuple[int, ...] = ()
-    """The GPUs that a plan of TensorRT-RTX is for, as in 89; none: all that take the graph, from 80 on."""
+    """GPUs of a TensorRT-RTX plan, as in 89. Default: all that take the graph, from 80 on."""
     timing_cache: Path | None = None
+    """TensorRT: keep kernel timings in this file."""
 
     @field_validator("compute_capabilities", mode="before")
     @classmethod

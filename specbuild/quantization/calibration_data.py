@@ -35,11 +35,11 @@ class TextOptions:
     """What is calibrated with and compared on."""
 
     dataset: str = BUILTIN
-    """A file of text or JSON lines, or ``builtin``."""
+    """Text, or JSON lines with a 'text', to calibrate on."""
     size: int = 32
-    """Most rows to calibrate with."""
+    """Most rows to calibrate on."""
     length: int = 512
-    """Tokens of a row."""
+    """Tokens of a calibration row."""
 
     def __post_init__(self) -> None:
         """Raise BuildConfigError where a size cannot be meant."""

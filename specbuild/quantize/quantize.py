@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbuild.artifacts.resume import Run, run_for, stopped_run
 from specbuild.convert.inputs import QUANTIZE, made_of
+from specbuild.convert.options import QuantizeOptions
 from specbuild.files import require_space
 from specbuild.hf.hub import locate
 from specbuild.hf.model_config import read_model_config
 from specbuild.hf.model_facts import positions_of, require_packages
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, peak_memory
-from specbuild.quantization.calibration_data import TextOptions, Texts
+from specbuild.quantization.calibration_data import Texts
 from specbuild.quantization.recipe import QFormat, Recipe, make_recipe
 from specbuild.weights.cache_codes import cache_code
 from specbuild.weights.safetensors_files import Weights, check_weights, require_layers
@@ -37,30 +38,6 @@ AUTO: tuple[QFormat, ...] = ("int4", "int8", "int8_wo")
 measured them, and the last one keeps most of the text; a test compares."""
 TRIED_TOKENS = 1024
 """Tokens on which ``auto`` tries a format: they tell its share of likeliest tokens within one or two per cent."""
-
-
-@dataclass(frozen=True)
-class QuantizeOptions:
-    """What ``specbuild quantize`` was asked for."""
-
-    model: str
-    output_dir: str | Path
-    qformat: str = "auto"
-    group_size: int | None = None
-    exclude: tuple[str, ...] = ()
-    lm_head: bool = False
-    """Quantize it too; vLLM and others do not read that for every model."""
-    kv_cache_dtype: str = "auto"
-    """The type of cache that scales are written for."""
-    texts: TextOptions = field(default_factory=TextOptions)
-    quality: bool = True
-    """Compare the predictions with the original's."""
-    draft_dir: str | None = None
-    """A draft for the model: the comparison says what quantizing does to the acceptance rate of the pair."""
-    revision: str | None = None
-    trust_remote_code: bool = False
-    resume: bool = False
-    force: bool = False
 
 
 class Quantizable(NamedTuple):

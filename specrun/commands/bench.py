@@ -2,73 +2,77 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from specrun.command_line import FolderPath
-from specrun.commands.models import build_models, models_options, take_models
+from specrun.commands.models import Models, models_options
 from specrun.commands.options import (
-    DRAFT_LEN,
-    SAMPLING,
+    acceptance_option,
     constraint_options,
-    constraints,
-    given,
+    first_given,
     note_unused_sampling,
+    request_options,
     sampling_options,
 )
-from specrun.commands.pair import pair_config, running_options
-from specrun.commands.prompts import dataset_options, random_prompts, read_texts, require_one_dataset
-from specrun.config import AUTO
+from specrun.commands.pair import config_argument, running_options
+from specrun.commands.prompts import Texts, dataset_options
+from specrun.config import AUTO, DraftTargetConfig
+from specrun.evaluation.bench_settings import BenchSettings
+from specrun.evaluation.random_prompts import TokenNormDist
+from specrun.field_options import field_option, field_options, packed
+from specrun.request.options import RequestOptions
 
 if TYPE_CHECKING:
     from specrun.engine_dir.config import EngineConfig
     from specrun.evaluation.bench_results import Result
-    from specrun.evaluation.bench_settings import BenchSettings
+
+
+def _or_compare(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that shows two results where ``--compare`` is given, and takes no other options then."""
+
+    @functools.wraps(command)
+    def called(compare: tuple[Path, Path] | None, **arguments: Any) -> None:
+        if compare:
+            _require_nothing_else()
+            _compare(*compare, arguments["output_format"])
+        else:
+            command(**arguments)
+
+    return called
 
 
 @click.command()
+@_or_compare
 @models_options
+@config_argument
 @running_options(
-    click.option(
+    field_option(
+        DraftTargetConfig,
+        "reuse_blocks",
         "--again",
         "reuse_blocks",
-        is_flag=True,
+        default=False,
+        show_default=False,
         help="Measure texts that were asked for before: prompts are cached, and suffix drafts know the outputs.",
     )
 )
-@click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True)
-@click.option("--batch_size", "batch_sizes", type=click.IntRange(1), multiple=True, default=(1,), show_default=True)
-@click.option(
-    "--draft_len",
-    "draft_lens",
-    type=DRAFT_LEN,
-    multiple=True,
-    default=(4, AUTO),
-    show_default=True,
-    metavar="auto|N",
-    help="Draft tokens a round; this and --batch_size may be repeated.",
-)
-@click.option(
-    "--request_rate",
-    type=click.FloatRange(0, min_open=True),
-    metavar="R",
-    help="Requests a second, at random times; --batch_size is then the most at a time. Default: batch by batch.",
-)
-@click.option("--output_len", type=click.IntRange(1), default=96, show_default=True, help="Tokens of every output.")
-@click.option(
-    "--ignore_eos/--no_ignore_eos",
-    default=True,
-    show_default=True,
-    help="Ignore stop ids. Off: outputs end as in use, after --output_len tokens at the latest.",
-)
-@click.option("--chat", is_flag=True, help="Wrap each prompt in the tokenizer's chat template.")
+@acceptance_option
+@sampling_options(seed=0)
+@request_options
+@packed("settings", BenchSettings)
+@field_option(BenchSettings, "batch_sizes", "--batch_size", "batch_sizes")
+@field_option(BenchSettings, "draft_lens", "--draft_len", "draft_lens", default=(4, AUTO))
+@field_option(BenchSettings, "request_rate", metavar="R")
+@field_options(BenchSettings, "output_len", "ignore_eos")
+@field_option(RequestOptions, "chat")
 @dataset_options
-@sampling_options()
 @constraint_options
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)
+@field_option(BenchSettings, "repetitions")
 @click.option("--output_format", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
 @click.option("--report", type=FolderPath, metavar="FILE.html", help="Also write a page with charts.")
 @click.option(
@@ -79,62 +83,36 @@ if TYPE_CHECKING:
     help="Measure nothing: show two results of --output_format json side by side.",
 )
 def bench(
-    batch_sizes: tuple[int, ...],
-    draft_lens: tuple[Any, ...],
-    request_rate: float | None,
-    output_len: int,
-    ignore_eos: bool,
-    chat: bool,
-    repetitions: int,
+    models: Models,
+    settings: BenchSettings,
+    source: Texts | TokenNormDist,
     output_format: Literal["table", "json", "csv"],
     report: Path | None,
-    compare: tuple[Path, Path] | None,
-    **options: Any,
 ) -> None:
     """Measure a pair beside its target alone, interleaved in one run.
 
     Standard output holds the results and nothing else.
     """
-    if compare:
-        _require_nothing_else()
-        _compare(*compare, output_format)
-        return
-    require_one_dataset(options)
-    built = take_models(options, draft_needed=True)
-    config = pair_config({**options, "draft_len": None, "draft_target_model_config": None})
+    models.require_draft(settings.config)
 
     from specrun.engine_dir.config import open_engine
     from specrun.evaluation.bench import as_json, bench_each, in_order
-    from specrun.evaluation.bench_settings import BenchSettings
     from specrun.evaluation.bench_tables import as_csv, table
-    from specrun.request.options import RequestOptions
-    from specrun.sampling.sampler import SamplingParams
 
-    note_unused_sampling(options)
-    settings = BenchSettings(
-        batch_sizes=batch_sizes,
-        draft_lens=draft_lens,
-        request_rate=request_rate,
-        output_len=output_len,
-        repetitions=repetitions,
-        params=SamplingParams(**{name: options[name] for name in (*SAMPLING, "seed")}),
-        ignore_eos=ignore_eos,
-        options=RequestOptions(chat=chat, **constraints(options)),
-        config=config,
-    )
+    note_unused_sampling(settings.params)
     if report:
         _require_report(report)
-    texts = None if options["dataset"] else read_texts(options)
-    drafts = [options["draft"], options["draft_engine_dir"] and Path(options["draft_engine_dir"]).name]
-    name = build_models(options, built, for_chat=chat)
-    target, draft_model, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
+    texts = source.read() if isinstance(source, Texts) else []
+    drafts = [settings.config.draft, Path(models.draft).name if models.draft else None]
+    name, target, draft_model, tokenizer = models.engines(for_chat=settings.options.chat, check=settings.config.check)
     engine = open_engine(target)
-    prompts = texts or random_prompts(options, engine.graph.vocab_size)
+    if isinstance(source, TokenNormDist):
+        texts = source.prompts(engine.graph.vocab_size, settings.params.seed or 0)
     done: list[Result] = []
     stopped = None
     try:
         for result in bench_each(
-            target, draft_model, prompts, settings, lambda line: click.echo(line, err=True), tokenizer
+            target, draft_model, texts, settings, lambda line: click.echo(line, err=True), tokenizer
         ):
             done.append(result)
     except KeyboardInterrupt as error:
@@ -158,13 +136,10 @@ def bench(
 
 def _require_nothing_else() -> None:
     """Raise click's UsageError where ``--compare`` comes with what measures."""
-    shown = {"compare", "output_format"}
-    names = [name for name in click.get_current_context().params if name not in shown]
-    if others := given(*names):
-        context = click.get_current_context()
-        first = next(one for one in context.command.params if one.name == others[0])
-        name = first.opts[0] if isinstance(first, click.Option) else "TARGET"
-        raise click.UsageError(f"--compare measures nothing; it cannot be combined with {name}")
+    names = [name for name in click.get_current_context().params if name not in ("compare", "output_format")]
+    if flag := first_given(*names):
+        other = flag if flag.startswith("-") else "TARGET"
+        raise click.UsageError(f"--compare measures nothing; it cannot be combined with {other}")
 
 
 def _compare(a: Path, b: Path, output_format: Literal["table", "json", "csv"]) -> None:

@@ -7,28 +7,28 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from specrun.chat.chat_commands import ChatCommands
 from specrun.chat.chat_input import is_terminal, turns
 from specrun.command_line import show_error
-from specrun.commands.models import build_models, take_models
 from specrun.commands.options import (
     constraint_options,
-    constraints,
     generation_config_option,
+    request_options,
     sampling_options,
-    sampling_params,
-    seed_option,
-    together,
+    shown_seed,
     use_color,
     with_recommended_sampling,
 )
-from specrun.commands.pair import open_pair, pair_config, pair_options
+from specrun.commands.pair import Pair, pair_options
 from specrun.errors import RequestError
+from specrun.field_options import field_option
 from specrun.output import show_token
+from specrun.request.options import RequestOptions
+from specrun.sampling.sampler import SamplingParams
 
 if TYPE_CHECKING:
     from specrun.chat.conversation import Conversation
@@ -37,42 +37,33 @@ if TYPE_CHECKING:
 HINT = "/help lists the commands, Ctrl-D ends the chat, Ctrl-C stops an answer"
 
 
-chat_options = together(
-    click.option("--system", metavar="TEXT", help="The system message."),
-    click.option(
-        "--max_output_len", "-n", type=click.IntRange(1), help="Most tokens of an answer. Default: 256, or fewer."
-    ),
-    sampling_options(),
-    generation_config_option,
-    seed_option,
-    constraint_options,
-    click.option("--color/--no_color", default=None, help="Show the draft's text in green. Default: on a terminal."),
-)
-
-
 @click.command()
 @pair_options
-@chat_options
-def chat(**options: Any) -> None:
+@request_options
+@field_option(RequestOptions, "system", metavar="TEXT", help="The system message.")
+@field_option(RequestOptions, "max_output_len", "--max_output_len", "-n")
+@sampling_options()
+@generation_config_option
+@constraint_options
+@click.option("--color/--no_color", default=None, help="Show the draft's text in green. Default: on a terminal.")
+def chat(
+    pair: Pair, options: RequestOptions, params: SamplingParams, generation_config: str, color: bool | None
+) -> None:
     """Talk with a model, through its tokenizer's chat template.
 
     /help lists the commands, /exit or the input's end ends the chat, Ctrl-C stops an answer. Standard input that is no
     terminal has one turn a line. Standard output holds the answers, standard error figures after each.
     """
-    built = take_models(options)
-    config = pair_config(options)
-
     from specrun.chat.conversation import Conversation
-    from specrun.request.options import RequestOptions
 
-    own_constraints = constraints(options)
-    build_models(options, built, for_chat=True)
-    params = sampling_params(with_recommended_sampling(options))
-    decoder, context = open_pair(options, config), click.get_current_context()
-    own = RequestOptions(system=options["system"], max_output_len=options["max_output_len"], **own_constraints)
-    conversation = Conversation(decoder, params, own, drop_oldest=True)
+    engines = pair.engines(for_chat=True)
+    if generation_config == "auto":
+        params = with_recommended_sampling(params, engines.target)
+    params = shown_seed(params)
+    decoder, context = pair.open(engines), click.get_current_context()
+    conversation = Conversation(decoder, params, options, drop_oldest=True)
     decoder.require_chat_template()  # Without one no turn can be answered: say so before the first.
-    shown = _Shown(use_color(options["color"]))
+    shown = _Shown(use_color(color))
     commands = ChatCommands(conversation, shown.totals, lambda: shown.seconds)
     if is_terminal():
         click.secho(HINT, dim=True, err=True)

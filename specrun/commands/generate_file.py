@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from specrun.commands.models import Engines
 from specrun.commands.options import given_sampling
-from specrun.commands.pair import open_pair
-from specrun.config import DraftTargetConfig
+from specrun.commands.pair import Pair
+from specrun.request.options import RequestOptions
+from specrun.sampling.sampler import SamplingParams
 
 if TYPE_CHECKING:
     from specrun.batch.files import Answers
     from specrun.batch.lines import Defaults, Question
     from specrun.output import Totals
-    from specrun.request.options import RequestOptions
 
 
 def require_files(
@@ -37,45 +39,39 @@ def require_files(
 
 
 def answer_file(
+    pair: Pair,
+    engines: Engines,
     input_file: Path,
     output_file: Path,
     resume: bool,
-    chosen: RequestOptions,
+    options: RequestOptions,
+    params: SamplingParams,
     n: int,
-    model: str,
-    options: dict[str, Any],
-    config: DraftTargetConfig,
 ) -> None:
-    """Answer the questions of ``input_file``; exit 1 where one has no answer. model: its name in the answers."""
-    from dataclasses import replace
-
+    """Answer the questions of ``input_file``; exit 1 where one has no answer. The rest holds where a line is silent."""
     from specrun.batch.files import Answers
     from specrun.batch.lines import Defaults
     from specrun.openai.body import DEFAULTS
-    from specrun.sampling.sampler import SamplingParams
 
     context = click.get_current_context()
-    given = given_sampling(options)
-    defaults = Defaults(SamplingParams(**given), chosen, n, replace(DEFAULTS, **given), model)
+    defaults = Defaults(params, options, n, replace(DEFAULTS, **given_sampling(params)), engines.name)
     with Answers.resume(output_file, input_file) if resume else Answers.create(output_file) as answers:
         if answers.answered:
             click.echo(f"{output_file}: {answers.answered} lines are answered already", err=True)
-        _answer(input_file, answers, defaults, options, config)
+        _answer(pair, engines, input_file, answers, defaults)
         if answers.failed:
             click.echo(f"{answers.failed} of {answers.answered} lines have no answer but an error", err=True)
             context.exit(1)
 
 
-def _answer(
-    input_file: Path, answers: Answers, defaults: Defaults, options: dict[str, Any], config: DraftTargetConfig
-) -> None:
+def _answer(pair: Pair, engines: Engines, input_file: Path, answers: Answers, defaults: Defaults) -> None:
     """Write the answers that are missing, and show how it goes."""
     from specrun.batch.batch import Batch
     from specrun.batch.files import read_lines
     from specrun.batch.lines import read_question
     from specrun.output import Totals
 
-    decoder = open_pair(options, config)
+    decoder = pair.open(engines)
     progress = _Progress(input_file)
 
     def questions() -> Iterator[Question]:

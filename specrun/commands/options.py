@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from functools import reduce
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
 from typing_extensions import override
 
 from specrun.command_line import FolderPath
-from specrun.config import parse_device_list, parse_draft_len, parse_hosts, parse_logit_bias
-
-if TYPE_CHECKING:
-    from specrun.sampling.sampler import SamplingParams
-
-Decorator = Callable[[Any], Any]
-
-
-def together(*options: Decorator) -> Decorator:
-    """One decorator that adds ``options`` to a command, in this order."""
-    return lambda command: reduce(lambda decorated, option: option(decorated), reversed(options), command)
+from specrun.config import DraftTargetConfig, parse_hosts, parse_logit_bias
+from specrun.field_options import Decorator, field_option, packed, together
+from specrun.request.generation_config import recommended_sampling
+from specrun.request.options import RequestOptions
+from specrun.request.prompts import read_text
+from specrun.sampling.sampler import SamplingParams
 
 
 class Parsed(click.ParamType[Any]):
@@ -45,40 +40,37 @@ class Parsed(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
-DEVICES = Parsed("list", parse_device_list)
-DRAFT_LEN = Parsed("length", parse_draft_len)
+class TextFile(click.ParamType[Any]):
+    """An option that names a file and means its text. Raises RequestError for unreadable files."""
+
+    name = "file"
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Read the file."""
+        return read_text(param.opts[0] if param else "file", Path(value))
 
 
-_NUMBERS: dict[str, tuple[int | float, str]] = {
-    "temperature": (0.0, "0: greedy."),
-    "top_k": (0, "0: off."),
-    "top_p": (1.0, "1: off."),
-    "min_p": (0.0, "0: off."),
-    "repetition_penalty": (1.0, "Penalty of every token of prompt and output; 1: off."),
-    "presence_penalty": (0.0, "Penalty of every token of the output; 0: off."),
-    "frequency_penalty": (0.0, "Penalty of every token, times its count in the output; 0: off."),
-}
-SAMPLING = (*_NUMBERS, "logit_bias")
+SAMPLING = tuple(field.name for field in fields(SamplingParams) if field.name != "seed")
 """Names of the options of ``SamplingParams`` but for the seed."""
 
 
-def sampling_options(temperature: float = 0.0) -> Decorator:
-    """The options of SAMPLING. temperature: its default."""
-    defaults = {name: default for name, (default, _) in _NUMBERS.items()} | {"temperature": temperature}
-    numbers = [
-        click.option(f"--{name}", type=type(default), default=default, show_default=True, help=_NUMBERS[name][1])
-        for name, default in defaults.items()
-    ]
-    kind, meaning = Parsed("list", parse_logit_bias), "Numbers to add to these tokens' logits; -inf forbids a token."
-    return together(*numbers, click.option("--logit_bias", type=kind, default="", metavar="ID:BIAS,..", help=meaning))
+def sampling_options(temperature: float = 0.0, seed: int | None = None) -> Decorator:
+    """The options of ``SamplingParams``, which the command gets as ``params``. temperature, seed: their defaults."""
+    defaults: dict[str, Any] = {"temperature": {"default": temperature}}
+    bias = {"type": Parsed("list", parse_logit_bias), "default": "", "metavar": "ID:BIAS,.."}
+    numbered = {} if seed is None else {"default": seed, "show_default": True, "help": "Seed of the draws."}
+    return together(
+        packed("params", SamplingParams),
+        *(field_option(SamplingParams, name, **defaults.get(name, {})) for name in SAMPLING[:-1]),
+        field_option(SamplingParams, "logit_bias", **bias),
+        field_option(SamplingParams, "seed", **numbered),
+    )
 
 
-def sampling_params(options: dict[str, Any]) -> SamplingParams:
-    """What ``sampling_options`` and ``seed_option`` say. A seed that was not given and counts is shown."""
-    from specrun.sampling.sampler import SamplingParams
-
-    note_unused_sampling(options)
-    params = SamplingParams(seed=options["seed"], **{name: options[name] for name in SAMPLING})
+def shown_seed(params: SamplingParams) -> SamplingParams:
+    """``params`` with a seed. One that was not given and counts is shown, and so are options that do nothing."""
+    note_unused_sampling(params)
     if params.seed is None:
         params = params.seeded()
         if not params.greedy:
@@ -86,66 +78,70 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
     return params
 
 
-def given_sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """What was given of ``sampling_options`` and ``seed_option``."""
-    return {name: options[name] for name in given(*SAMPLING, "seed")}
+def given_sampling(params: SamplingParams) -> dict[str, Any]:
+    """What of ``params`` stands on the command line."""
+    return {name: getattr(params, name) for name in given(*SAMPLING, "seed")}
 
 
-def given(*names: str) -> list[str]:
-    """Those of the running command's options ``names`` that stand on its command line."""
-    source = click.get_current_context().get_parameter_source
-    return [name for name in names if source(name) is ParameterSource.COMMANDLINE]
+def given(*names: str) -> dict[str, str]:
+    """Those of the running command's parameters ``names`` that stand on its command line, with their flags."""
+    context = click.get_current_context()
+    return {
+        name: param.opts[0]
+        for name in names
+        for param in context.command.params
+        if param.name == name and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
 
 
-def note_unused_sampling(options: dict[str, Any]) -> None:
+def first_given(*names: str) -> str | None:
+    """The flag of the first of the parameters ``names`` that stands on the command line."""
+    return next(iter(given(*names).values()), None)
+
+
+def note_unused_sampling(params: SamplingParams) -> None:
     """Say which of the given options do nothing, because texts are greedy, or because they are drawn."""
-    if options["temperature"] != 0:
+    if not params.greedy:
         if given("draft_confidence"):
             click.echo("note: --draft_confidence changes nothing: only greedy texts end drafts by confidence", err=True)
-    elif names := given("top_k", "top_p", "min_p", "seed", "acceptance"):
-        wanted = " and ".join(f"--{name}" for name in names)
-        click.echo(f"note: temperature 0 is greedy: {wanted} changes nothing; give --temperature too", err=True)
+    elif flags := given("top_k", "top_p", "min_p", "seed", "use_logits").values():
+        click.echo(
+            f"note: temperature 0 is greedy: {' and '.join(flags)} changes nothing; give --temperature too", err=True
+        )
 
 
 tokenizer_dir_option = click.option("--tokenizer_dir", type=FolderPath, help="Default: the target's tokenizer.")
-draft_option = click.option(
-    "--draft",
-    type=click.Choice(["suffix", "ngram"]),
-    help="suffix: draft what followed the last tokens where they came before in the text or in earlier outputs, beside "
-    "a draft engine or without one. ngram: another name of it.",
-)
-rank_hosts_option = click.option(
-    "--rank_hosts",
+draft_option = field_option(DraftTargetConfig, "draft")
+rank_hosts_option = field_option(
+    DraftTargetConfig,
+    "rank_hosts",
     type=Parsed("list", parse_hosts),
+    multiple=False,
+    default=(),
     metavar="HOST,HOST,..",
-    help="The machine of each rank of a CPU target, this one first. Default: this one.",
 )
-bit_exact_option = click.option(
-    "--bit_exact", is_flag=True, help="An error where texts are not the target's own to the byte."
+bit_exact_option = field_option(DraftTargetConfig, "bit_exact")
+acceptance_option = field_option(
+    RequestOptions,
+    "acceptance",
+    "--acceptance",
+    "use_logits",
+    default="tokens",
+    show_default=True,
+    callback=lambda _context, _option, value: value == "logits",
 )
+"""``use_logits`` of ``DraftTargetConfig``."""
 
-
+_FILE = {"type": TextFile(), "metavar": "FILE"}
 constraint_options = together(
-    click.option("--json_schema", type=FolderPath, metavar="FILE", help="The output is JSON of this schema."),
-    click.option("--json_object", is_flag=True, help="The output is a JSON object."),
-    click.option("--regex", metavar="TEXT", help="The output matches this regular expression."),
-    click.option("--choice", multiple=True, metavar="TEXT", help="The output is one of these texts."),
-    click.option("--grammar", type=FolderPath, metavar="FILE", help="The output follows this Lark grammar."),
+    field_option(RequestOptions, "json_schema", **_FILE),
+    field_option(RequestOptions, "json_object"),
+    field_option(RequestOptions, "regex", metavar="TEXT"),
+    field_option(RequestOptions, "choice", metavar="TEXT"),
+    field_option(RequestOptions, "grammar", **_FILE),
 )
-CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
-"""Names of ``constraint_options``."""
-
-
-def constraints(options: dict[str, Any]) -> dict[str, Any]:
-    """What ``constraint_options`` say, as ``RequestOptions`` takes it. Raises RequestError for unreadable files."""
-    from specrun.request.prompts import read_text
-
-    constraints_given = {name: options[name] for name in CONSTRAINTS}
-    for name in ("json_schema", "grammar"):
-        if constraints_given[name] is not None:
-            constraints_given[name] = read_text(f"--{name}", constraints_given[name])
-    return constraints_given
-
+request_options = packed("options", RequestOptions)
+"""The command gets the options of ``RequestOptions`` below this as ``options``."""
 
 prompt_options = together(
     click.option("--input_text", "-p", multiple=True, help="A prompt; may be given several times."),
@@ -162,32 +158,25 @@ generation_config_option = click.option(
 )
 
 
-def with_recommended_sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` with the target's own sampling where none was given; what is used of it is shown."""
-    from specrun.request.generation_config import recommended_sampling
-
-    if options["generation_config"] == "none":
-        return options
-    given = given_sampling(options)
-    recommended = {
-        name: value for name, value in recommended_sampling(options["engine_dir"]).items() if name not in given
-    }
-    if ({**options, **recommended})["temperature"] == 0:  # Of greedy texts the others change nothing.
+def with_recommended_sampling(params: SamplingParams, target: Path) -> SamplingParams:
+    """``params`` with the target's own sampling where none was given; what is used of it is shown."""
+    chosen = given_sampling(params)
+    recommended = {name: value for name, value in recommended_sampling(target).items() if name not in chosen}
+    result = replace(params, **recommended)
+    if result.greedy:  # Of greedy texts the others change nothing.
         recommended = {
             name: value for name, value in recommended.items() if name in ("temperature", "repetition_penalty")
         }
+        result = replace(params, **recommended)
     show_recommended_sampling(recommended)
-    return {**options, **recommended}
+    return result
 
 
-def show_recommended_sampling(recommended: dict[str, Any]) -> None:
+def show_recommended_sampling(recommended: Mapping[str, Any]) -> None:
     """Say what of generation_config.json is used."""
     if recommended:
         values = ", ".join(f"{name} {value}" for name, value in recommended.items())
         click.echo(f"sampling of generation_config.json: {values}", err=True)
-
-
-seed_option = click.option("--seed", type=int, help="The same seed gives the same text. Default: a new one, shown.")
 
 
 def use_color(wanted: bool | None) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 
+from specrun.builder import BuildOptions
 from specrun.command_line import FolderPath
-from specrun.commands.models import take_target, target_options
+from specrun.commands.models import read_target, target_options
 
 
 @click.command()
@@ -21,24 +21,25 @@ from specrun.commands.models import take_target, target_options
 @click.option("--max_tokens", type=click.IntRange(2), help="Read only so many tokens of the text.")
 @click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def score(
+    build: BuildOptions,
+    target: str,
+    tokenizer_dir: Path | None,
     input_file: Path,
     base: str | None,
     context: int | None,
     max_tokens: int | None,
     output_format: str,
-    **options: Any,
 ) -> None:
     """Measure how well a model predicts a text: perplexity, and the divergence from another model.
 
     JSON has the log-probability of each token, too.
     """
-    target, built = take_target(options, base)
+    model = read_target(target, base)
     from specrun.evaluation.score import score as run
     from specrun.request.prompts import read_text
 
     text = read_text("--input_file", input_file)
-    tokenizer = options["tokenizer_dir"]
-    result = run(target, text, base, context=context, max_tokens=max_tokens, tokenizer_dir=tokenizer, build=built)
+    result = run(model, text, base, context=context, max_tokens=max_tokens, tokenizer_dir=tokenizer_dir, build=build)
     if output_format == "json":
         click.echo(json.dumps(dataclasses.asdict(result)))
         return

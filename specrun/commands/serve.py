@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import click
 
 from specrun.command_line import FolderPath
-from specrun.commands.models import build_models, take_models
 from specrun.commands.options import generation_config_option, show_recommended_sampling
-from specrun.commands.pair import open_pair, pair_config, pair_options
+from specrun.commands.pair import Pair, pair_options
+from specrun.request.generation_config import recommended_sampling
 from specrun.serve.limits import WRITE_SECONDS
+
+T = TypeVar("T")
 
 
 @click.command()
@@ -64,6 +67,13 @@ from specrun.serve.limits import WRITE_SECONDS
     help="How the model writes tool calls; auto: as its chat template says.",
 )
 @click.option(
+    "--reasoning_parser",
+    metavar="NAME",
+    default="auto",
+    show_default=True,
+    help="How the model writes thoughts; auto: as its chat template says; none: they are part of the answer.",
+)
+@click.option(
     "--metrics_prefix",
     default="specrun",
     show_default=True,
@@ -72,6 +82,7 @@ from specrun.serve.limits import WRITE_SECONDS
 )
 @click.option("--log_prompts", is_flag=True, help="Write prompts to the log.")
 def serve(
+    pair: Pair,
     host: str,
     port: int,
     api_key_file: Path | None,
@@ -84,9 +95,9 @@ def serve(
     max_connections_per_address: int | None,
     generation_config: str,
     tool_call_format: str,
+    reasoning_parser: str,
     metrics_prefix: str,
     log_prompts: bool,
-    **options: Any,
 ) -> None:
     """A target and its draft -> an OpenAI-compatible server.
 
@@ -94,32 +105,28 @@ def serve(
     /version. The log on standard error has a line of JSON for every request. SIGTERM, SIGHUP and Ctrl-C let answers
     end.
     """
-    built = take_models(options)
-    config = pair_config(options)
     from specrun.openai.body import DEFAULTS
-    from specrun.request.generation_config import recommended_sampling
     from specrun.serve.hosts import is_local, read_hosts
     from specrun.serve.keys import read_keys
     from specrun.serve.log import set_up
     from specrun.serve.server import listen
     from specrun.serve.server import serve as run
-    from specrun.text.tool_formats import FORMATS
+    from specrun.text import reasoning, tool_formats
+    from specrun.text.reasoning import ReasoningChoice
 
-    if tool_call_format not in ("auto", *FORMATS):
-        names = ", ".join(FORMATS)
-        raise click.BadParameter(
-            f"{tool_call_format}: expected auto or one of {names}", param_hint="--tool_call_format"
-        )
+    tool_format = _named("tool_call_format", tool_call_format, {"auto": None, **tool_formats.FORMATS})
+    choices: dict[str, ReasoningChoice] = {"auto": "auto", "none": "none", **reasoning.FORMATS}
+    reasoning_format = _named("reasoning_parser", reasoning_parser, choices)
     keys = read_keys(api_key_file)
     hosts = read_hosts(allowed_hosts) if allowed_hosts is not None else None
     if hosts is None and not keys and is_local(host):
         hosts = frozenset()
     listener = listen(host, port)
-    name = build_models(options, built)
+    engines = pair.engines()
     if not keys and not is_local(host):
         click.echo(f"WARNING: everybody who reaches {host} may use this server; give --api_key_file", err=True)
-    recommended = recommended_sampling(options["engine_dir"]) if generation_config == "auto" else {}
-    decoder = open_pair(options, config, FORMATS.get(tool_call_format))
+    recommended = recommended_sampling(engines.target) if generation_config == "auto" else {}
+    decoder = pair.open(engines, tool_format, reasoning_format)
     show_recommended_sampling(recommended)
     set_up()
     # What is here now stays. A collection of garbage would look at all of it, and every stream waits meanwhile.
@@ -132,7 +139,7 @@ def serve(
         run(
             decoder,
             listener,
-            model=model_name or name,
+            model=model_name or engines.name,
             keys=keys,
             allowed_hosts=hosts,
             max_queue=max_queue,
@@ -145,6 +152,13 @@ def serve(
             max_connections_by_address=max_connections_per_address,
         )
     )
+
+
+def _named(option: str, name: str, known: Mapping[str, T]) -> T:
+    """What ``known`` has under a name. Raises click's UsageError."""
+    if name not in known:
+        raise click.BadParameter(f"{name}: expected one of {', '.join(known)}", param_hint=f"--{option}")
+    return known[name]
 
 
 def _metric_prefix(value: str) -> str:

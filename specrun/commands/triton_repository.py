@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
 from specrun.command_line import FolderPath
-from specrun.commands.models import build_models, take_models
-from specrun.commands.pair import pair_config, pair_options
+from specrun.commands.pair import Pair, pair_options
 from specrun.engine_dir.directories import require_free
 
 
@@ -19,23 +17,21 @@ from specrun.engine_dir.directories import require_free
 @click.option("--copy", is_flag=True, help="Copy the engines. Default: link to their directories.")
 @click.option("--max_queue", type=click.IntRange(1), default=256, show_default=True, help="Most requests that wait.")
 @click.option("--force", is_flag=True, help="Replace output_dir if it exists.")
-def triton_repository(output_dir: Path, copy: bool, max_queue: int, force: bool, **options: Any) -> None:
+def triton_repository(pair: Pair, output_dir: Path, copy: bool, max_queue: int, force: bool) -> None:
     """A target and its draft -> a model repository for Triton Inference Server.
 
     It has the models speculative, which is the pair, and target, which is the target alone.
     """
-    built = take_models(options)
-    config = pair_config(options)
     require_free(output_dir, force)
-    build_models(options, built)
+    engines = pair.engines()
     from specrun.triton.repository import write_repository
 
     models = write_repository(
         output_dir,
-        options["engine_dir"],
-        options["draft_engine_dir"],
-        config,
-        tokenizer=options["tokenizer_dir"],
+        engines.target,
+        engines.draft,
+        pair.config,
+        tokenizer=engines.tokenizer_dir,
         max_queue=max_queue,
         copy=copy,
         force=force,

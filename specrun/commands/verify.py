@@ -5,24 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 
-from specrun.commands.models import build_models, models_options, take_models
+from specrun.commands.models import Models, models_options
 from specrun.commands.options import (
-    DRAFT_LEN,
-    SAMPLING,
+    acceptance_option,
     bit_exact_option,
     constraint_options,
-    constraints,
     note_unused_sampling,
     prompt_options,
     rank_hosts_option,
+    request_options,
     require_one_source,
     sampling_options,
 )
+from specrun.commands.pair import config_argument
 from specrun.config import DraftTargetConfig
+from specrun.field_options import field_option
+from specrun.request.options import RequestOptions
+from specrun.request.prompts import read_prompts
+from specrun.sampling.sampler import SamplingParams
 
 INCONCLUSIVE = 3
 """Exit status: 2 is wrong usage."""
@@ -30,14 +33,15 @@ INCONCLUSIVE = 3
 
 @click.command()
 @models_options
+@config_argument
 @bit_exact_option
 @rank_hosts_option
-@click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True)
+@acceptance_option
 @prompt_options
-@sampling_options(temperature=0.8)
-@click.option("--seed", type=int, default=0, show_default=True)
+@sampling_options(temperature=0.8, seed=0)
+@request_options
 @constraint_options
-@click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: 4.")
+@field_option(DraftTargetConfig, "draft_len", help="Draft tokens a round. Default: 4.")
 @click.option(
     "--seconds",
     type=click.FloatRange(0, min_open=True),
@@ -47,13 +51,14 @@ INCONCLUSIVE = 3
 )
 @click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def verify(
-    bit_exact: bool,
-    acceptance: str,
+    models: Models,
+    config: DraftTargetConfig,
+    params: SamplingParams,
+    options: RequestOptions,
     input_text: tuple[str, ...],
     input_file: Path | None,
     seconds: float,
     output_format: str,
-    **options: Any,
 ) -> None:
     """Check that a pair writes what its target alone writes.
 
@@ -61,32 +66,18 @@ def verify(
     Short prompts show more. Exit 1 where they differ, 3 where nothing differs but an error could not have shown.
     """
     require_one_source(input_text, input_file)
-    built = take_models(options, draft_needed=True)
+    models.require_draft(config)
 
     from specrun.evaluation.verify import verify as verify_pair
-    from specrun.request.options import RequestOptions
-    from specrun.request.prompts import read_prompts
-    from specrun.sampling.sampler import SamplingParams
 
-    asked = RequestOptions(**constraints(options))
-    config = DraftTargetConfig(
-        options["draft_len"],
-        rank_hosts=options["rank_hosts"] or (),
-        use_logits=acceptance == "logits",
-        shared_thread_pool=True,
-        draft=options["draft"],
-        bit_exact=bit_exact,
-    )
-    note_unused_sampling(options)
-    params = SamplingParams(**{name: options[name] for name in (*SAMPLING, "seed")})
-    build_models(options, built)
-    target, draft_model, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
+    note_unused_sampling(params)
+    _, target, draft_model, tokenizer = models.engines()
     prompts = read_prompts(input_text, input_file)
 
     def report(line: str) -> None:
         click.echo(line, err=True)
 
-    verdict = verify_pair(target, draft_model, prompts, params, config, seconds, report, asked, tokenizer)
+    verdict = verify_pair(target, draft_model, prompts, params, config, seconds, report, options, tokenizer)
     if output_format == "json":
         click.echo(json.dumps({"good": verdict.good, "outcome": verdict.outcome, **dataclasses.asdict(verdict)}))
     else:

@@ -122,7 +122,7 @@ class ModelDrafter(Drafter):
 
         Of a token that is drawn with noise, its probability does not say whether the target agrees.
         """
-        return self._confidence != 0 and request.draft_len is None and request.params.greedy
+        return self._confidence != 0 and request.options.fixed_draft_len is None and request.params.greedy
 
     def _grow(self, row: int, logits: Floats, request: Request, proposal: Proposal, plan: DraftPlan) -> bool:
         """Draw the next token of a row, up to those of ``plan`` in all. Returns whether another one may follow."""

@@ -151,9 +151,9 @@ def _longest_that_pays(plan: DraftPlan, survivals: Sequence[Sequence[float]]) ->
 class SuffixDrafter(Drafter):
     """Its drafts are deterministic. It proposes nothing for a text whose last tokens are new.
 
-    A request that shares no prefix cache (``Request.reuse_blocks``) neither sees other texts nor is seen. One that uses
-    logits acceptance sees its own text alone: earlier output of the same seed would depend on the noise that is yet to
-    decide.
+    A request that shares no prefix cache (``RequestOptions.reuse_blocks``) neither sees other texts nor is seen. One
+    that uses logits acceptance sees its own text alone: earlier output of the same seed would depend on the noise that
+    is yet to decide.
     """
 
     def __init__(self, use_logits: bool, shares_texts: bool = True) -> None:
@@ -243,7 +243,7 @@ class SuffixDrafter(Drafter):
             self._past.add(request.tokens[max(0, len(request.prompt) - MAX_MATCH) :])
 
     def _shares(self, request: Request) -> bool:
-        return self._shares_texts and request.reuse_blocks
+        return self._shares_texts and request.options.reuse_blocks
 
     def _rate(self, match: int) -> AcceptanceRate:
         """match: its length."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from specrun.arguments import at_least
 from specrun.config import DraftTargetConfig
 from specrun.errors import RequestError
 from specrun.request.options import RequestOptions
@@ -17,18 +18,27 @@ from specrun.sampling.sampler import SamplingParams
 class BenchSettings:
     """What to measure: every batch size with every draft length."""
 
-    batch_sizes: Sequence[int] = (1,)
-    draft_lens: Sequence[int | Literal["auto"] | None] = (4,)
-    """``auto`` and None are the same, and become None."""
-    output_len: int = 96
-    """Tokens of every output whose prompt names no number; the most of them without ``ignore_eos``."""
-    repetitions: int = 3
+    batch_sizes: Sequence[Annotated[int, at_least(1)]] = (1,)
+    """Number of texts that decode at a time."""
+    draft_lens: Sequence[Annotated[int, at_least(0)] | Literal["auto"] | None] = (4,)
+    """Draft tokens a round.
+
+    ``auto`` and None are the same, and become None."""
+    output_len: Annotated[int, at_least(1)] = 96
+    """Tokens of every output.
+
+    A prompt may name a number of its own. Without ``ignore_eos`` it is the most."""
+    repetitions: Annotated[int, at_least(1)] = 3
+    """How often each is measured."""
     request_rate: float | None = None
-    """Requests a second, which come at random times as on a server (a Poisson process); a batch size is then the most
-    that decode at a time. None: batch by batch."""
+    """Requests a second, at random times; the batch size is then the most at a time. Default: batch by batch.
+
+    They come as on a server (a Poisson process)."""
     params: SamplingParams = field(default_factory=SamplingParams)
     ignore_eos: bool = True
-    """Whether stop ids are ignored, so that every run commits as many tokens. False: outputs end as they do in use."""
+    """Ignore stop ids. Off: outputs end as in use, after ``output_len`` tokens at the latest.
+
+    So every run commits as many tokens."""
     options: RequestOptions = field(default_factory=RequestOptions)
     """The chat template and the constraint of all requests; the rest of it does not count."""
     config: DraftTargetConfig = field(default_factory=lambda: DraftTargetConfig(reuse_blocks=False))

@@ -16,10 +16,15 @@ class TokenNormDist(Checked):
     """Means and standard deviations of the lengths, in tokens. Raises RequestError for values that are not allowed."""
 
     input_mean: Annotated[int, at_least(1)]
+    """Mean tokens of a prompt."""
     output_mean: Annotated[int, at_least(1)]
+    """Mean tokens of an output."""
     input_stdev: Annotated[int, at_least(0)] = 0
+    """Their deviation."""
     output_stdev: Annotated[int, at_least(0)] = 0
+    """Their deviation."""
     num_requests: Annotated[int, at_least(1)] = 8
+    """Number of prompts."""
 
     def prompts(self, vocab_size: int, seed: int) -> list[BenchPrompt]:
         """Prompts of tokens that are all equally likely. Lengths are rounded up and at least 1, as there."""

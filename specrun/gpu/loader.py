@@ -136,8 +136,6 @@ def _require_room(
     engines: list[Engine], needs: dict[str, Need], devices: dict[int, CudaDevice], config: DraftTargetConfig
 ) -> None:
     fraction = config.kv_cache_free_gpu_memory_fraction
-    if not 0 < fraction <= 1:
-        raise BackendError(f"kv_cache_free_gpu_memory_fraction {fraction:g}: expected more than 0 and at most 1")
     for number, device in devices.items():
         own = [needs[engine.role] for engine in engines if engine.gpu == number]
         require_room(f"GPU {number} ({device.name})", device.free_memory()[0], fraction, own)

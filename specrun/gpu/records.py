@@ -80,8 +80,8 @@ class QueuedRound:
         if next_token < 0:
             return BackendError(NON_FINITE_LOGITS)
         logprobs = None
-        if request.logprobs is not None:
-            logprobs = self._logprobs(row * (self.draft_len + 1), accepted + 1, request.logprobs)
+        if request.options.logprobs is not None:
+            logprobs = self._logprobs(row * (self.draft_len + 1), accepted + 1, request.options.logprobs)
             if any(math.isnan(logprob) for logprob, _ in logprobs):
                 return BackendError(NON_FINITE_LOGITS)
         return Outcome(drafted, drafts[:accepted], next_token, logprobs)

@@ -107,8 +107,8 @@ class DeviceRows:
 def _sampling(request: Request, draft_len: int, use_logits: bool) -> tuple[float, ...]:
     """The SAMPLING struct of a request. draft_len, use_logits: for requests that do not set them."""
     params = request.params
-    if request.draft_len is not None:
-        draft_len = min(request.draft_len, draft_len)
+    if request.options.fixed_draft_len is not None:
+        draft_len = min(request.options.fixed_draft_len, draft_len)
     temperature = (
         0 if params.greedy else min(max(params.temperature, 1e-37), 1e38)
     )  # In float32 it must be neither 0 nor infinite.
@@ -125,7 +125,7 @@ def _sampling(request: Request, draft_len: int, use_logits: bool) -> tuple[float
         params.frequency_penalty,
         len(params.logit_bias),
         len(request.stop_ids),
-        len(request.prompt) + request.min_output_len,
-        -1 if request.logprobs is None else request.logprobs,
+        len(request.prompt) + request.options.min_output_len,
+        -1 if request.options.logprobs is None else request.options.logprobs,
         request.matcher is not None,
     )

@@ -105,15 +105,15 @@ class Answer:
         if not self._begun:
             self._begun = True
             texts += [self.request.echo] if self.request.echo else []
-            if self.request.prompt_logprobs is not None:
+            if self.request.options.prompt_logprobs is not None:
                 known = [None, *update.prompt_logprobs]
                 self.prompt_scores = [*map(TokenScore, self.request.prompt, known)]
-                if self.response_options.echoes and self.request.logprobs is not None:
+                if self.response_options.echoes and self.request.options.logprobs is not None:
                     scores += self.prompt_scores
         if not self.response_options.drops_output:
             texts += [output.text for output in update.token_outputs]
             self.num_output_tokens += len(update.token_outputs)
-            if self.request.logprobs is not None:
+            if self.request.options.logprobs is not None:
                 scores += [TokenScore(output.token, output.logprob) for output in update.token_outputs]
         self.ended = update.ended
         reasoning, content = self._divide(texts, update.ended is not None)
@@ -166,7 +166,7 @@ class Answer:
     @property
     def wants_logprobs(self) -> bool:
         """Whether its choice has log-probabilities."""
-        return self.request.logprobs is not None
+        return self.request.options.logprobs is not None
 
     @property
     def finish_reason(self) -> str | None:

@@ -8,6 +8,7 @@ ignoring them would change the answer.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +47,8 @@ OPENAI_NAMES: dict[str, str | None] = {
     **dict.fromkeys(("chat", "system", "timeout"), None),
 }
 """The decoder's parameters whose fields are called otherwise here, or are none (None)."""
+_AS_THEY_ARE = (*("echo", "draft_len", "acceptance", "prompt_logprobs", "max_reasoning_tokens", "add_special_tokens"),)
+"""Fields that are options of ``RequestOptions``."""
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
@@ -190,8 +193,7 @@ def _params(fields: Fields, defaults: SamplingParams) -> SamplingParams:
         "top_k": None if top_k is None else max(0, top_k),  # vLLM's -1 is off.
         "logit_bias": fields.take("logit_bias", token_biases),
     }
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        wanted[name] = fields.pop(name)
+    wanted |= {one.name: fields.pop(one.name) for one in dataclasses.fields(SamplingParams) if one.name not in wanted}
     given = {name: value for name, value in wanted.items() if value is not None}
     return replace(defaults, **given)
 
@@ -205,13 +207,8 @@ def _options(fields: Fields, chat: bool) -> tuple[RequestOptions, bool]:
         "stop": fields.take("stop", _stop_texts),
         "stop_ids": fields.take("stop_token_ids", _token_ids),
         "logprobs": _chat_logprobs(fields) if chat else fields.pop("logprobs"),
-        "echo": fields.pop("echo"),
-        "draft_len": fields.pop("draft_len"),
-        "prompt_logprobs": fields.pop("prompt_logprobs"),
-        "max_reasoning_tokens": fields.pop("max_reasoning_tokens"),
-        "add_special_tokens": fields.pop("add_special_tokens"),
+        **{name: fields.pop(name) for name in _AS_THEY_ARE},
         **(_template_options(fields) if chat else {}),
-        "acceptance": fields.pop("acceptance"),
         **read_constraint(fields),
         "tools": read_tools(fields) if chat else None,
     }

@@ -174,19 +174,14 @@ class RequestFactory:
             length,
             frozenset((*self.target.eos_token_ids, *options.stop_ids)),
             self._text_stream(ids, options, thought),
-            min_output_len=options.min_output_len,
-            draft_len=None if options.draft_len == "auto" else options.draft_len,
-            use_logits=None if options.acceptance is None else options.acceptance == "logits",
-            logprobs=options.logprobs,
-            prompt_logprobs=options.prompt_logprobs,
-            reuse_blocks=options.reuse_blocks,
+            options,
             echo=text if text and options.echo else "",
-            timeout=options.timeout,
             grammar=grammar,
             expected_calls=self._expected_calls(options.tools),
             thought=thought,
         )
-        request.stats.max_draft_len = self.draft_len if request.draft_len is None else request.draft_len
+        wanted = options.fixed_draft_len
+        request.stats.max_draft_len = self.draft_len if wanted is None else wanted
         self.check(request)
         self._check_options(request)
         return request
@@ -206,7 +201,7 @@ class RequestFactory:
     def check(self, request: Request) -> None:
         """Raise RequestError, naming the parameter, unless this decoder has room for ``request``."""
         build = self.target.build_config
-        length, draft_len = request.max_output_len, request.draft_len
+        length, draft_len = request.max_output_len, request.options.fixed_draft_len
         self._check_prompt(request.prompt, "prompt")
         if len(request.prompt) + length > build.max_seq_len:
             raise ContextLengthError(
@@ -218,7 +213,7 @@ class RequestFactory:
         most = MAX_STOP_IDS
         _require(stops <= most, f"stop_ids: {stops} with the model's own, expected at most {most}", "stop_ids")
         _require(
-            request.prompt_logprobs is None or self.target.backend.device == "cpu",
+            request.options.prompt_logprobs is None or self.target.backend.device == "cpu",
             "prompt_logprobs: only a target on the CPU gives the log-probabilities of a prompt",
             "prompt_logprobs",
         )
@@ -230,7 +225,7 @@ class RequestFactory:
 
     def _check_options(self, request: Request) -> None:
         """Raise RequestError, naming the parameter, for what is harmless but cannot be meant."""
-        shortest, length, vocab = request.min_output_len, request.max_output_len, self.target.graph.vocab_size
+        shortest, length, vocab = request.options.min_output_len, request.max_output_len, self.target.graph.vocab_size
         message = f"min_output_len {shortest}: more than the {length} tokens there may be"
         _require(shortest <= length, message, "min_output_len")
         for name, ids in (("stop_ids", request.stop_ids), ("logit_bias", request.params.logit_bias)):

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args
 
 from typing_extensions import override
 
-from specrun.arguments import Checked, Limit, at_least, between, require_names, show, whole
-from specrun.config import draft_length
+from specrun.arguments import Checked, Limit, at_least, between, require_names, show
 from specrun.errors import RequestError
 from specrun.sampling.limits import MAX_LOGPROBS
 from specrun.sampling.sampler import SamplingKeywords, SamplingParams
@@ -19,13 +18,6 @@ from specrun.text.tools import Tools
 
 _SECONDS = Limit("a positive number of seconds", lambda value: value > 0)
 _NOT_EMPTY = Limit("texts that are not empty", lambda texts: "" not in texts)
-
-
-def _output_length(name: str, value: Any) -> int | str | None:
-    """A number of tokens, ``max`` or None. Raises RequestError, naming the argument."""
-    if value is None or (isinstance(value, str) and value == "max"):
-        return value
-    return at_least(1).check(name, whole(name, value))
 
 
 def _optional_schema(_name: str, schema: Any) -> str | None:
@@ -41,32 +33,34 @@ class RequestOptions(Checked):
     not allowed and for names that are no options.
     """
 
-    max_output_len: Annotated[int | Literal["max"] | None, _output_length] = None
-    """Most tokens of output; ``max``: what fits. None: 256, or what fits."""
+    max_output_len: Annotated[int, at_least(1)] | Literal["max"] | None = None
+    """Most tokens of output; ``max``: what fits. Default: 256, or fewer."""
     min_output_len: Annotated[int, at_least(0)] = 0
-    """No stop id comes before so many tokens of output."""
+    """Fewest tokens of output: no stop id comes before."""
     stop: str | Sequence[str] = ()
-    """The output ends before this text, or before any of these texts."""
+    """Text before which the output ends, or several."""
     stop_ids: Sequence[int] = ()
-    """The output ends with any of these tokens, beside the model's own."""
-    max_reasoning_tokens: Annotated[int | None, at_least(1)] = None
-    """Most tokens of a thought, where the chat template shows how the model writes one. None: any number."""
-    draft_len: Annotated[int | Literal["auto"] | None, draft_length] = None
+    """Token ids that end the output, beside the model's own."""
+    max_reasoning_tokens: Annotated[int, at_least(1)] | None = None
+    """Most tokens of a thought, where the chat template shows how the model writes one. Default: any number."""
+    draft_len: Annotated[int, at_least(0)] | Literal["auto"] | None = None
     """Draft tokens a round; 0: the target alone. None and ``auto``: as the decoder was opened."""
     acceptance: Literal["tokens", "logits"] | None = None
-    """Method by which draft tokens are accepted. None: the decoder's default."""
-    logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
-    """Log-probabilities of every token, and of this many likeliest tokens at its position. None: of no token."""
-    prompt_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
+    """Accept draft tokens by exact match (``tokens``) or by rejection sampling (``logits``).
+
+    None: as the decoder was opened."""
+    logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
+    """Log-probabilities of every token, and of this many likeliest ones at its position. Default: none."""
+    prompt_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
     """Log-probabilities of the prompt's tokens, likewise. Only targets on the CPU give them."""
     reuse_blocks: bool = True
     """Share the prefix cache with other texts: read what they have read, and leave what this one reads."""
     echo: bool = False
     """The text begins with the prompt."""
-    timeout: Annotated[float | None, _SECONDS] = None
+    timeout: Annotated[float, _SECONDS] | None = None
     """Seconds, waiting included, after which the output ends as it is."""
     chat: bool = False
-    """Wrap the text in the tokenizer's chat template. Messages always are."""
+    """Wrap texts in the tokenizer's chat template; messages always are."""
     system: str | None = None
     """The system message before a text; implies ``chat``."""
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -78,7 +72,9 @@ class RequestOptions(Checked):
     add_special_tokens: bool | None = None
     """Put the tokenizer's special tokens around the prompt. None: around texts, and not around conversations."""
     json_schema: Annotated[Mapping[str, Any] | bool | str | None, _optional_schema] = None
-    """The output is JSON that this schema describes: a schema, or its text. At most one of these five is given."""
+    """The output is JSON of this schema.
+
+    It is a schema, or its text. At most one of these five options is given."""
     json_object: bool = False
     """The output is a JSON object."""
     regex: str | None = None
@@ -88,7 +84,9 @@ class RequestOptions(Checked):
     grammar: str | None = None
     """The output follows this grammar, in llguidance's form of Lark."""
     tools: Tools | None = None
-    """Functions that the chat template tells the model of. The output is calls of them, or what a schema describes."""
+    """``specrun.text.tools.Tools``: functions that the chat template tells the model of.
+
+    The output is calls of them, or what a schema describes."""
 
     @override
     def __post_init__(self) -> None:
@@ -100,6 +98,11 @@ class RequestOptions(Checked):
         given = [kind for kind in get_args(Kind) if getattr(self, kind) not in (None, False, ())]
         if len(given) > 1 and not (len(given) == 2 and self.tools and self.answer_schema is not None):
             raise RequestError(f"{given[0]} cannot be combined with {given[1]}", given[0])
+
+    @property
+    def fixed_draft_len(self) -> int | None:
+        """Draft tokens a round. None: as the decoder was opened."""
+        return None if self.draft_len == "auto" else self.draft_len
 
     @property
     def answer_schema(self) -> str | None:

@@ -12,10 +12,10 @@ from typing import Annotated, Literal, NamedTuple
 
 from typing_extensions import override
 
-from specrun.arguments import Checked, at_least, between, show, wholes
+from specrun.arguments import Checked, at_least, show, wholes
 from specrun.errors import RequestError, SpecError
+from specrun.request.options import RequestOptions
 from specrun.request.stats import Stats
-from specrun.sampling.limits import MAX_LOGPROBS
 from specrun.sampling.penalties import TokenCounts, apply_penalties
 from specrun.sampling.sampler import Floats, SamplingParams, TokenLogprob, whole_nan
 from specrun.text.detokenizer import TextStream
@@ -69,22 +69,10 @@ class Request(Checked):
     stop_ids: frozenset[int] = frozenset()
     stream: TextStream | None = None
     """Turns tokens into text and looks for stop texts; None where only ids are wanted."""
-    min_output_len: Annotated[int, at_least(0)] = 0
-    """Tokens of output before which no stop id may come."""
-    draft_len: int | None = None
-    """Draft tokens a round, 0 for none; None: as the decoder has it."""
-    use_logits: bool | None = None
-    """Modified rejection sampling instead of comparing tokens; None: as the decoder has it."""
-    logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
-    """Log-probabilities of every committed token, and of this many likeliest ones at its position; None: of none."""
-    prompt_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
-    """Log-probabilities of the prompt's tokens, and of this many likeliest ones beside each; None: of none."""
-    reuse_blocks: bool = True
-    """True if its text shares the prefix cache with other texts."""
+    options: RequestOptions = field(default_factory=RequestOptions)
+    """What else was asked for. What its ``max_output_len``, ``stop_ids`` and constraints come to is in fields here."""
     echo: str = ""
     """Beginning of ``text``: the prompt, or nothing."""
-    timeout: float | None = None
-    """Seconds after which the request ends as it is."""
     grammar: Grammar | None = None
     """Grammar that the output must follow. The output ends when nothing more may follow."""
     expected_calls: ExpectedCalls | None = None
@@ -120,7 +108,7 @@ class Request(Checked):
         self.tokens = list(self.prompt)
         self.matcher = self.grammar.start() if self.grammar else None
         self.has_logits_processors = (
-            self.params.has_logits_processors or self.min_output_len > 0 or self.matcher is not None
+            self.params.has_logits_processors or self.options.min_output_len > 0 or self.matcher is not None
         )
         self._counts = TokenCounts.of(self.prompt if self.params.has_penalties else ())
 
@@ -145,7 +133,7 @@ class Request(Checked):
     @property
     def deadline(self) -> float:
         """When its time is over, on ``time.perf_counter``'s clock."""
-        return math.inf if self.timeout is None else self._began + self.timeout
+        return math.inf if self.options.timeout is None else self._began + self.options.timeout
 
     @property
     def is_active(self) -> bool:
@@ -171,12 +159,14 @@ class Request(Checked):
         """
         if self.draft_error:
             return 0
-        own = most if self.draft_len is None else min(most, self.draft_len)
+        wanted = self.options.fixed_draft_len
+        own = most if wanted is None else min(most, wanted)
         return max(0, min(own, self.remaining - 1))
 
     def accepts_by_logits(self, default: bool) -> bool:
         """Whether drafts are accepted by modified rejection sampling; for greedy requests both ways are alike."""
-        return not self.params.greedy and (default if self.use_logits is None else self.use_logits)
+        acceptance = self.options.acceptance
+        return not self.params.greedy and (default if acceptance is None else acceptance == "logits")
 
     def apply_penalties(self, logits: Floats, drafts: Sequence[int]) -> Floats:
         """The logits [V] after the committed tokens and ``drafts``, with this request's penalties, biases and grammar.
@@ -185,7 +175,7 @@ class Request(Checked):
         grows too complex.
         """
         logits, length = whole_nan(logits), len(self.tokens) - len(self.prompt) + len(drafts)
-        forbidden = self.stop_ids if length < self.min_output_len else ()
+        forbidden = self.stop_ids if length < self.options.min_output_len else ()
         if forbidden or self.params.has_logits_processors:
             text = (
                 functools.reduce(TokenCounts.add, drafts, self._counts) if self.params.has_penalties else self._counts
@@ -282,7 +272,7 @@ class Request(Checked):
         if self.finish_reason is None:
             if self._cancelled:
                 self.finish_reason = "cancelled"
-            elif self.timeout is not None and time.perf_counter() >= self.deadline:
+            elif time.perf_counter() >= self.deadline:
                 self.finish_reason = "timeout"
         return self.finish_reason is not None
 

@@ -58,7 +58,7 @@ class CachedTexts(Generic[AnyRunner]):
 
     def should_wait_for_prefix(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether more of the prompt will be cached once the prompts of ``others`` are prefilled."""
-        cached = [other.tokens[:-1] for other in others if other.reuse_blocks]
+        cached = [other.tokens[:-1] for other in others if other.options.reuse_blocks]
         return self._loads_prefix(request) and self.runner.rows.should_wait(request.tokens[:-1], cached)
 
     def tokens_to_prefill(self, requests: Sequence[Request], first: int) -> list[int]:
@@ -76,7 +76,7 @@ class CachedTexts(Generic[AnyRunner]):
 
     def cache_prefix(self, request: Request, row: int) -> None:
         """Copy the request's text from its ``row`` to the prefix cache, unless it wants to be alone."""
-        if request.reuse_blocks:
+        if request.options.reuse_blocks:
             self.runner.rows.cache_prefix(row, self.ids(request)[:-1])
 
     def swap(self, one: int, other: int) -> None:
@@ -105,7 +105,7 @@ class CachedTexts(Generic[AnyRunner]):
 
     def _loads_prefix(self, request: Request) -> bool:
         """Whether the request's prompt may begin with what was cached of other texts."""
-        return request.reuse_blocks
+        return request.options.reuse_blocks
 
 
 class HostTexts(CachedTexts[ModelRunner]):

@@ -25,7 +25,7 @@ class ScoredTexts(HostTexts):
         lengths = self.runner.rows.lengths
         texts = [request.tokens[:-1] for request in requests]
         for row, request in enumerate(requests, first):
-            if request.prompt_logprobs is not None:
+            if request.options.prompt_logprobs is not None:
                 end = min(lengths[row] + max_tokens, len(texts[row - first]))
                 while lengths[row] < end and request.is_active:
                     self._score(request, row, min(_CHUNK, end - lengths[row]))
@@ -37,7 +37,7 @@ class ScoredTexts(HostTexts):
         start = self.runner.rows.lengths[row]
         logits = self.runner.score(request.tokens[:-1], row, count)
         for token, following in zip(request.tokens[start + 1 :], logits, strict=False):
-            logprob = log_probability(following, token, request.prompt_logprobs or 0)
+            logprob = log_probability(following, token, request.options.prompt_logprobs or 0)
             if math.isnan(logprob.logprob):
                 request.fail(BackendError(NON_FINITE_LOGITS))
                 return
@@ -45,4 +45,4 @@ class ScoredTexts(HostTexts):
 
     @override
     def _loads_prefix(self, request: Request) -> bool:
-        return super()._loads_prefix(request) and request.prompt_logprobs is None
+        return super()._loads_prefix(request) and request.options.prompt_logprobs is None

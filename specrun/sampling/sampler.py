@@ -87,22 +87,31 @@ class SamplingKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SamplingParams(Checked):
-    """How one request chooses tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
+    """How one request chooses tokens; see ``probabilities`` and ``apply_penalties``.
 
-    ``repetition_penalty`` 1, the other penalties 0 and an empty ``logit_bias`` are off too; see ``apply_penalties``.
-    The same ``seed`` gives the same text. None: every request draws one, and ``request.params.seed`` tells it.
     Raises RequestError, naming the parameter, for values of the wrong type and such that mean nothing.
     """
 
     temperature: Annotated[float, _TEMPERATURE] = 0.0
+    """0: greedy, the likeliest token every time."""
     top_k: Annotated[int, _TOP_K] = 0
+    """Keep the k likeliest tokens; 0: off."""
     top_p: Annotated[float, _TOP_P] = 1.0
-    seed: Annotated[int | None, _SEED] = None
+    """Keep the likeliest tokens that have this mass together; 1: off."""
+    seed: Annotated[int, _SEED] | None = None
+    """The same seed gives the same text. Default: a new one, which is shown.
+
+    From Python each request draws its own; ``request.params.seed`` tells it."""
     min_p: Annotated[float, _MIN_P] = 0.0
+    """Keep tokens at least so many times as likely as the likeliest; 0: off."""
     repetition_penalty: Annotated[float, _FACTOR] = 1.0
+    """Penalty of every token of prompt and output; 1: off."""
     presence_penalty: Annotated[float, _SUMMAND] = 0.0
+    """Penalty of every token of the output; 0: off."""
     frequency_penalty: Annotated[float, _SUMMAND] = 0.0
+    """Penalty of every token, times its count in the output; 0: off."""
     logit_bias: Annotated[Mapping[int, float], _biases] = field(default_factory=dict)
+    """Numbers to add to these tokens' logits; -inf forbids a token."""
 
     def seeded(self, offset: int = 0) -> SamplingParams:
         """The same with a seed: its own plus ``offset``; a new one where it has none, or 0 where greedy needs none."""

@@ -302,7 +302,7 @@ class Scheduler:
         """Prefill more of the prompts. Requests whose prompts are done join those that decode."""
         if not (joining := self._rows[self._ready :]):
             return
-        drafting = self.lengths.drafting and any(request.draft_len != 0 for request in self._rows)
+        drafting = self.lengths.drafting and any(request.options.fixed_draft_len != 0 for request in self._rows)
         with _Failing(self, joining):
             done = self.round.prefill(joining, self._ready, drafting, self.always_chunk or self._ready > 0)
             for row, (request, is_done) in enumerate(zip(joining, done, strict=True), self._ready):

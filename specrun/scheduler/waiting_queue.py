@@ -54,7 +54,7 @@ class RequestQueue:
             turn = self._turn + place * _STEP
             self._requests[request] = turn  # Before its deadline: those of requests that do not wait are dropped.
             heapq.heappush(self._order, (turn, number, request))
-            if request.timeout is not None:
+            if request.options.timeout is not None:
                 heapq.heappush(self._deadlines, (request.deadline, number, request))
         if not request.is_active:
             self.end(request)

@@ -39,7 +39,7 @@ class Generation:
             self._room = self._most = max(limits.MAX_UNREAD_ENTRIES, each)
         self._engine, self._metrics, self._requests = engine, metrics, requests
         self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
-        self._entries = [1 + (request.logprobs or 0) for request in requests]
+        self._entries = [1 + (request.options.logprobs or 0) for request in requests]
         """Number of entries (the token and its log-probabilities) of one token of each request."""
         self._running = len(requests)
         self._submission: Submission | None = None

@@ -50,7 +50,7 @@ class HostRound(Round[ModelRunner, Drafter]):
     @override
     def reads_prompts(self, requests: Sequence[Request], first: int, max_tokens: int) -> bool:
         """A pass less: the weights are read once. Scored prompts and heads need the prompt before."""
-        if not self._can_read_prompts or any(request.prompt_logprobs is not None for request in requests):
+        if not self._can_read_prompts or any(request.options.prompt_logprobs is not None for request in requests):
             return False
         return max(self._texts.tokens_to_prefill(requests, first)) <= min(max_tokens, self.target.most_tokens - 1)
 
@@ -149,7 +149,8 @@ class HostRound(Round[ModelRunner, Drafter]):
                 raise
             accepted, next_token = place - 1, drafts[place - 1]
         outcome = Outcome(len(drafts), drafts[:accepted], next_token, None, proposal.forced)
-        return outcome if request.logprobs is None else _with_logprobs(outcome, logits, request.logprobs)
+        count = request.options.logprobs
+        return outcome if count is None else _with_logprobs(outcome, logits, count)
 
     def _decide(
         self, request: Request, proposal: Proposal, logits: Iterator[Floats], vocab_size: int

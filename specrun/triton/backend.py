@@ -91,7 +91,7 @@ class TritonPythonModel:
     def _give_to_engine(self, parsed: ParsedRequest, response: Response) -> None:
         made = self.decoder.request(parsed.prompt, parsed.params, parsed.options, name=parsed.prompt_name)
         response.answer = UnsentAnswer(
-            parsed.stream, made.logprobs is not None, made.echo, len(made.prompt), parsed.is_probe
+            parsed.stream, made.options.logprobs is not None, made.echo, len(made.prompt), parsed.is_probe
         )
         if parsed.is_probe and self._is_busy():
             ended = Ended("length", 0, Stats(), None)

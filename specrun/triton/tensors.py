@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,13 +70,7 @@ OUTPUTS = (
     TensorType("acceptance_rate", "TYPE_FP32"),
 )
 
-_SAMPLING = {
-    name: name
-    for name in (
-        *("temperature", "top_k", "top_p", "min_p"),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    )
-} | {"seed": "random_seed"}
+_SAMPLING = {one.name: one.name for one in fields(SamplingParams) if one.name != "logit_bias"} | {"seed": "random_seed"}
 """Fields of ``SamplingParams``, and the inputs that set them."""
 _OPTIONS = {
     "max_output_len": "max_tokens",

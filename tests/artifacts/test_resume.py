@@ -25,12 +25,12 @@ from specbuild.artifacts.resume import PROGRESS_NAME, checkpoint_of
 from specbuild.cli import main
 from specbuild.convert.convert import convert
 from specbuild.convert.dry_run import describe_conversion
-from specbuild.convert.options import ConvertOptions
+from specbuild.convert.options import ConvertOptions, QuantizeOptions
 from specbuild.progress import Advance, Stages
 from specbuild.quantization import activation_ranges as inputs
 from specbuild.quantization.activation_ranges import Amax
 from specbuild.quantization.calibration_data import TextOptions, read_texts
-from specbuild.quantize.quantize import QuantizeOptions, quantize
+from specbuild.quantize.quantize import quantize
 from specrun.errors import BuildConfigError, CheckpointError, OutputExistsError
 from tests.helpers.families import TEXT, VOCAB, save_checkpoint
 from tests.helpers.interruptions import Build, interrupted, with_small_files

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from click.testing import CliRunner, Result
@@ -23,7 +23,6 @@ from specbuild.pair import Pair, PairRequest
 from specbuild.quantization.recipe import QFORMATS as convert_formats
 from specrun import BuildOptions, SpeculativeDecoder, builder
 from specrun.cli import main
-from specrun.commands.models import QFORMATS
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.directories import locked
 from specrun.engine_dir.user_cache import cached_engines
@@ -273,8 +272,8 @@ def test_a_package_that_is_missing_is_named_with_its_extra(hf: Path, without_tor
 
 def test_a_build_that_fails_leaves_nothing(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(BuildConfigError, match="int3"):
-        builder.engines_of(hf / "target", hf / "draft", BuildOptions(qformat="int3"))
+    with pytest.raises(BuildConfigError, match="4096"):
+        builder.engines_of(hf / "target", hf / "draft", BuildOptions(max_seq_len=4096))
     assert left(tmp_path / "cache") == []
     with pytest.raises(BackendError, match="exit status 1; no engine was built"):  # A fault of ours.
         builder._ask({"model": str(hf / "target")}, lambda: None)
@@ -417,7 +416,7 @@ def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_formats_are_those_of_specbuild(hf: Path, tmp_path: Path) -> None:
-    assert set(QFORMATS) == {"auto", *convert_formats}
+    assert set(get_args(builder.QFormat)) == {"auto", *convert_formats}
     said = run(tmp_path, hf / "target", hf / "draft", "--qformat", "q4")
     assert (said.returncode, "Usage: specrun chat" in said.stderr) == (2, True), said.stderr
     assert not (tmp_path / "specrun").exists(), "not even a lock"

@@ -24,6 +24,7 @@ from specrun.config import DraftTargetConfig
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.contract import UNUSED_TOKEN
 from specrun.errors import BackendError
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import SamplingParams
@@ -215,7 +216,13 @@ def test_logits_that_are_not_numbers_are_seen_through_a_constraint(tmp_path: Pat
     engine = make_engine(make_onnx(hf, tmp_path / "onnx", verify=False), tmp_path / "engine", **SIZES)
     with SpeculativeDecoder.open(engine) as decoder:
         sound, spoiled = (
-            Request([first], SamplingParams(), 4, stop_ids=frozenset([0]), min_output_len=4, reuse_blocks=False)
+            Request(
+                [first],
+                SamplingParams(),
+                4,
+                stop_ids=frozenset([0]),
+                options=RequestOptions(min_output_len=4, reuse_blocks=False),
+            )
             for first in (5, 7)
         )
         list(decoder.run([sound]))  # Its logits lie in memory that the other one uses.

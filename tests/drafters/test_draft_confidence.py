@@ -20,6 +20,7 @@ from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.model import ModelDrafter
 from specrun.engine_dir.config import open_engine
 from specrun.errors import RequestError
+from specrun.request.options import RequestOptions
 from specrun.request.request import Outcome, Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import Floats, SamplingParams
@@ -104,7 +105,7 @@ def test_other_texts_are_drafted_to_their_end(engines: tuple[Path, Path]) -> Non
     """Those that are drawn with noise, and those that ask for a draft length."""
     with open_on("host", engines, 1.0, False) as decoder:
         sampled = Request([0], SamplingParams(0.7, seed=1), LENGTH)
-        asked = Request([0], GREEDY, LENGTH, draft_len=G)
+        asked = Request([0], GREEDY, LENGTH, options=RequestOptions(draft_len=G))
         greedy = Request([0], GREEDY, LENGTH)
         ends = decoder.scheduler.round.ends_drafts
         assert [ends([greedy]), ends([sampled, greedy]), ends([asked])] == [True, False, False]

@@ -22,6 +22,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.other_tokenizer import TranslatedDrafter
 from specrun.engine_dir.config import open_engine
 from specrun.errors import PairError
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import SamplingParams
@@ -257,7 +258,7 @@ def test_acceptance_by_logits_keeps_the_distribution(tmp_path: Path, place: str)
     params = SamplingParams(0.7, top_k=200)
     requests = make_requests(300, 20, params, (5, 300))
     for request in requests:
-        request.use_logits = True
+        request.options = RequestOptions(acceptance="logits")
     pair = (
         open_pair(tmp_path, "target", "draft", 3) if place == "host" else open_on_device(tmp_path, "target", "draft", 3)
     )

@@ -30,6 +30,7 @@ from specrun.drafters.suffix import (
     follow,
 )
 from specrun.errors import PairError, RequestError
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.helpers.reference import exact_probabilities, fits
@@ -141,7 +142,7 @@ def test_a_request_that_shares_nothing_neither_sees_others_nor_is_seen(tmp_path:
     target = save_table_engine(tmp_path / "target", logits)  # Counts, so that no text repeats itself.
 
     def drafted(decoder: SpeculativeDecoder, reuse: bool) -> int:
-        request = Request([0], SamplingParams(), 48, reuse_blocks=reuse)
+        request = Request([0], SamplingParams(), 48, options=RequestOptions(reuse_blocks=reuse))
         assert decode(decoder, [request]) == [list(range(1, 49))]
         return request.stats.drafted
 

@@ -20,6 +20,7 @@ from specrun.errors import BackendError
 from specrun.gpu.ort import OrtDeviceBackend
 from specrun.gpu.records import QueuedRound
 from specrun.gpu.round import DeviceRound
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.scheduler import Scheduler
@@ -129,7 +130,7 @@ def test_after_a_warm_up_every_round_is_settled(
 def test_a_round_drafts_no_more_than_its_requests_can_use(tables: tuple[Path, Path]) -> None:
     """Neither where all ask for fewer tokens, nor where all texts are about to end."""
     round_ = device_round(*tables, 4, kind=Recordable)
-    on_device(round_, [Request([3, row], GREEDY, 9, draft_len=1) for row in range(2)])
+    on_device(round_, [Request([3, row], GREEDY, 9, options=RequestOptions(draft_len=1)) for row in range(2)])
     assert [g for g in range(5) if (2, g) in round_._captures] == [1]
     for _ in range(3):
         on_device(round_, [Request([3, 5], GREEDY, 4)])
@@ -298,7 +299,8 @@ def test_requests_that_come_and_go(tmp_path: Path, kind: type[OrtDeviceBackend],
     draft_dir = save_table_engine(tmp_path / "draft", target + normal(2, SMALL, SMALL), **build)
     requests = some_requests(40)
     for request in requests[::3]:
-        request.logprobs, request.min_output_len, request.stop_ids = 4, 3, frozenset({1, 2})
+        request.options = replace(request.options, logprobs=4, min_output_len=3)
+        request.stop_ids = frozenset({1, 2})
     expected = [replace(request) for request in requests]
     on_host(target_dir, draft_dir, 4, False, expected)
     round_ = device_round(target_dir, draft_dir, 4, rows=5, kind=kind, apart=apart, blocks=blocks)
@@ -309,7 +311,7 @@ def test_requests_that_come_and_go(tmp_path: Path, kind: type[OrtDeviceBackend],
         assert found.finish_reason == right.finish_reason
         assert found.stats.accepted == right.stats.accepted
         for piece, other in zip(found.token_outputs, right.token_outputs, strict=True):
-            assert (piece.logprob is None) == (found.logprobs is None)
+            assert (piece.logprob is None) == (found.options.logprobs is None)
             if piece.logprob and other.logprob:
                 assert piece.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-5)
                 assert [token for token, _ in piece.logprob.top] == [token for token, _ in other.logprob.top]
@@ -323,8 +325,14 @@ def test_lengths_of_all_kinds_while_requests_come_and_go(tmp_path: Path, seed: i
     build = {**BUILD, "max_batch_size": 4}
     target_dir = save_table_engine(tmp_path / "target", target, **build)
     draft_dir = save_table_engine(tmp_path / "draft", target + normal(2, SMALL, SMALL), **build)
-    requests = [request for request in some_requests(60, seed) if request.use_logits is None]
-    expected = on_host(target_dir, None, 0, False, [replace(request, draft_len=None) for request in requests])
+    requests = [request for request in some_requests(60, seed) if request.options.acceptance is None]
+    expected = on_host(
+        target_dir,
+        None,
+        0,
+        False,
+        [replace(request, options=replace(request.options, draft_len=None)) for request in requests],
+    )
     decoder = SpeculativeDecoder(device_round(target_dir, draft_dir, 4), Cycle(4, None), open_engine(target_dir), 4)
     run_staggered(decoder, requests, seed)
     assert [request.output for request in requests] == expected

@@ -7,6 +7,7 @@ from typing import Any
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from tests.helpers.staggered import MANNERS, V, run_staggered
 from tests.helpers.tables import decode
@@ -26,7 +27,16 @@ def requests(count: int) -> list[Request]:
     for number in range(count):
         params = replace(MANNERS[number % len(MANNERS)], seed=number)
         prompt = [*range(3, 20 + number % 3), number % V]
-        some.append(Request(prompt, params, LENGTH, use_logits=number % 7 == 6, logprobs=2 if number == 1 else None))
+        some.append(
+            Request(
+                prompt,
+                params,
+                LENGTH,
+                options=RequestOptions(
+                    acceptance="logits" if number % 7 == 6 else "tokens", logprobs=2 if number == 1 else None
+                ),
+            )
+        )
     return some
 
 

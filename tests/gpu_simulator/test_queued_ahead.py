@@ -23,6 +23,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.gpu.records import QueuedRound
 from specrun.gpu.round import DeviceRound
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.speculative.draft_length import DraftLength
@@ -84,8 +85,10 @@ def some(count: int, by_logits: bool = True) -> list[Request]:
             replace(MANNERS[number % len(MANNERS)], seed=number),
             LENGTH - number % 5,
             frozenset({number % V, 17}) if number % 3 == 1 else frozenset(),
-            use_logits=by_logits and number % 2 == 1,
-            logprobs=2 if number % 4 == 0 else None,
+            options=RequestOptions(
+                acceptance="logits" if by_logits and number % 2 == 1 else "tokens",
+                logprobs=2 if number % 4 == 0 else None,
+            ),
         )
         for number in range(count)
     ]
@@ -205,7 +208,7 @@ def test_what_only_the_host_knows_ends_a_text(tables: Path, tmp_path: Path, when
                 if generator.random() < 0.5:
                     chosen.cancel()
                 else:
-                    chosen.timeout = 0.0
+                    chosen.options = replace(chosen.options, timeout=1e-9)
         assert decode(decoder, some(4)) == expected[:4]
     assert {request.finish_reason for request in found} == {"stop", "length", "cancelled", "timeout"}
     for request, stream, text in zip(found, texts, expected, strict=True):

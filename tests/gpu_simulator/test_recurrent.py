@@ -35,6 +35,7 @@ from specrun.gpu.states import DeviceStates
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.kept_states import block_bytes
 from specrun.kv_cache.rows import RecurrentRows
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import NON_FINITE_LOGITS, SamplingParams
 from specrun.speculative.draft_length import DraftLength
@@ -101,7 +102,14 @@ def some(count: int, seed: int = 0, longest: int = 90) -> list[Request]:
         prompt = generator.choice(beginnings)[: generator.choice([0, 20, longest])]
         prompt += generator.choices(range(300), k=generator.randint(1, 9))
         params = replace(PARAMS[number % len(PARAMS)], seed=number)
-        requests.append(Request(prompt, params, generator.randint(1, 30), draft_len=generator.choice([None, None, 0])))
+        requests.append(
+            Request(
+                prompt,
+                params,
+                generator.randint(1, 30),
+                options=RequestOptions(draft_len=generator.choice([None, None, 0])),
+            )
+        )
     return requests
 
 

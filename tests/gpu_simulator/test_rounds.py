@@ -22,6 +22,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.contract import INPUT_IDS
 from specrun.errors import BackendError
+from specrun.request.options import RequestOptions, combine
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.text import grammar as grammar_module
@@ -136,7 +137,7 @@ def test_matches_draft_as_they_do_on_the_cpu(tables: Path, graph: bool) -> None:
 @pytest.mark.usefixtures("nothing_left", "two_blocks")
 def test_a_draft_on_the_cpu_beside_a_target_on_a_gpu(tables: Path) -> None:
     """By tokens the ids are the CPU pair's; requests that are accepted by logits take drafts for certain."""
-    by_tokens = [request for request in requests(7) if not request.use_logits]
+    by_tokens = [request for request in requests(7) if request.options.acceptance != "logits"]
     by_logits = requests(7)[6]
     with SpeculativeDecoder.open(tables / "target") as decoder:
         expected = decode(decoder, requests(6))
@@ -156,7 +157,7 @@ def test_a_draft_that_fails_leaves_the_targets_text(tables: Path, tmp_path: Path
     broken[::9, 3] = np.nan
     sizes: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 501, "cache_length": 512}
     draft = save_table_engine(tmp_path / "draft", broken, weight=5, **sizes)
-    by_tokens = [replace(request, use_logits=False) for request in requests(9)]
+    by_tokens = [replace(request, options=replace(request.options, acceptance="tokens")) for request in requests(9)]
     with SpeculativeDecoder.open(tables / "target") as decoder:
         expected = decode(decoder, [replace(request) for request in by_tokens])
     if place != "CPU":
@@ -195,7 +196,12 @@ def test_constrained_texts_are_the_cpus(
 
     def some() -> list[Request]:
         return [
-            replace(request, grammar=compiled[number % 4], use_logits=False, max_output_len=14)
+            replace(
+                request,
+                grammar=compiled[number % 4],
+                options=replace(request.options, acceptance="tokens"),
+                max_output_len=14,
+            )
             for number, request in enumerate(requests(10))
         ]
 
@@ -270,13 +276,13 @@ def settled_rounds(decoder: SpeculativeDecoder, some: Sequence[Request]) -> list
     # that tells the draft what was committed.
     [("one GPU", (1, 1, 0, 0, 0, 0, 1, 0, 2, 0)), ("apart", (2, 1, 0, 1, 0, 0, 1, 2, 4, 2))],
 )
-@pytest.mark.parametrize("kind", [{}, {"logprobs": 3}, {"params": SamplingParams(presence_penalty=0.5)}], ids=str)
+@pytest.mark.parametrize("kind", [{}, {"logprobs": 3}, {"presence_penalty": 0.5}], ids=str)
 def test_calls_of_a_settled_round(tables: Path, place: str, expected: tuple[int, ...], kind: dict[str, Any]) -> None:
     """Whatever its requests want."""
     plans = tables / "plans"
-    wanted = {"params": SamplingParams(), **kind}
+    params, options = combine(None, RequestOptions(draft_len=3), kind)  # type: ignore[arg-type]
     with SpeculativeDecoder.open(plans / "target", plans / "good", config(place, reuse_blocks=False)) as decoder:
-        some = [Request([1, 2], max_output_len=60, draft_len=3, **wanted) for _ in range(4)]
+        some = [Request([1, 2], params, 60, options=options) for _ in range(4)]
         counted = settled_rounds(decoder, some)
     assert len(counted) > 12
     # The first rounds are not queued ahead, and neither are the last.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specrun.decoder import SpeculativeDecoder
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 
@@ -23,7 +24,9 @@ def check_newcomer_fails_alone(decoder: SpeculativeDecoder, which: int, scored: 
     """which: of ``caches`` cannot grow. steps: that the other request has had before."""
 
     def under_way() -> Request:
-        return Request(LONG, SamplingParams(0.7, seed=3), 24, prompt_logprobs=2 if scored else None)
+        return Request(
+            LONG, SamplingParams(0.7, seed=3), 24, options=RequestOptions(prompt_logprobs=2 if scored else None)
+        )
 
     decoder.scheduler.always_chunk = True
     expected = under_way()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from specrun.decoder import SpeculativeDecoder
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.speculative.host_round import HostRound
@@ -34,9 +35,16 @@ def some_requests(count: int, seed: int = 0, longest: int = 90) -> list[Request]
         beginning = generator.choice(beginnings)[: generator.randrange(71)]
         own = generator.choices(range(V), k=generator.randint(1, max(1, longest - 70)))
         params = replace(generator.choice(MANNERS), seed=number)
-        draft_len, use_logits = generator.choice([None, None, 0, 2]), generator.choice([None, True])
+        draft_len, by_logits = generator.choice([None, None, 0, 2]), generator.choice([None, True])
         length = generator.randint(1, 30)
-        requests.append(Request([*beginning, *own], params, length, draft_len=draft_len, use_logits=use_logits))
+        requests.append(
+            Request(
+                [*beginning, *own],
+                params,
+                length,
+                options=RequestOptions(draft_len=draft_len, acceptance="logits" if by_logits else None),
+            )
+        )
     return requests
 
 

@@ -19,12 +19,13 @@ from transformers.cache_utils import DynamicCache
 
 from specbuild.artifacts.inspect import describe
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
+from specbuild.convert.options import QuantizeOptions
 from specbuild.convert.verify import compare
 from specbuild.export.reference import reference_logits
 from specbuild.graph import ops as graphs
 from specbuild.graph.kv_cache_qdq import cache_updates
 from specbuild.quantization.calibration_data import TextOptions
-from specbuild.quantize.quantize import QuantizeOptions, quantize
+from specbuild.quantize.quantize import quantize
 from specbuild.weights.cache_codes import LARGEST_CODE, CacheCode
 from specbuild.weights.kv_cache import (
     CacheRounding,

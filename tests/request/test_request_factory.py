@@ -14,6 +14,7 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError, SpecError
 from specrun.output import as_json
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.text.detokenizer import TextStream
@@ -104,8 +105,10 @@ def test_whole_numbers_are_taken_however_they_are_written(
     params = SamplingParams(1, **numbers)
     one, other = decoder.request(prompts[0], params, **options), decoder.request(prompts[1], params, **same)
     assert repr(one.params) == repr(SamplingParams(1.0, top_k=5, seed=3, logit_bias={2: 1.0, 3: 0.5}))
-    for name in ("prompt", "max_output_len", "min_output_len", "logprobs", "stop_ids", "draft_len", "timeout"):
+    for name in ("prompt", "max_output_len", "stop_ids"):
         assert repr(getattr(one, name)) == repr(getattr(other, name))
+    for name in ("min_output_len", "logprobs", "fixed_draft_len", "timeout"):
+        assert repr(getattr(one.options, name)) == repr(getattr(other.options, name))
     assert decode(decoder, [one, other])[0] == one.output == other.output
 
 
@@ -177,8 +180,8 @@ def test_sampling_of_other_types_is_refused_by_name(params: dict[str, Any]) -> N
         lambda: Request([1.5], SamplingParams(), 5),  # type: ignore[list-item]
         lambda: Request([1], SamplingParams(), 0),
         lambda: Request([1], SamplingParams(), 10**6),
-        lambda: Request([1], SamplingParams(), 5, draft_len=9),
-        lambda: Request([1], SamplingParams(), 5, logprobs=99),
+        lambda: Request([1], SamplingParams(), 5, options=RequestOptions(draft_len=9)),
+        lambda: Request([1], SamplingParams(), 5, options=RequestOptions(logprobs=99)),
         lambda: Request([1], SamplingParams(), 5, frozenset(range(100))),
         lambda: Request([1], None, 5),  # type: ignore[arg-type]
     ],
@@ -225,7 +228,9 @@ def test_what_breaks_in_one_request_ends_that_one_alone(
     warm = SamplingParams(1.0, seed=5)
     (expected,) = decoder.generate([[3]], warm, max_output_len=20)
     params = Breaks(1.0, repetition_penalty=1.5 if where == "apply_penalties" else 1.0)
-    broken = Request([4], params, 20, stream=BrokenText() if where == "commit" else None, draft_len=draft_len)
+    broken = Request(
+        [4], params, 20, stream=BrokenText() if where == "commit" else None, options=RequestOptions(draft_len=draft_len)
+    )
     if where == "apply_penalties":
         monkeypatch.setattr(broken, "apply_penalties", lambda *_: 1 / 0)
     other = Request([3], warm, 20)

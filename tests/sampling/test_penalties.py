@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.penalties import TokenCounts, apply_penalties
 from specrun.sampling.sampler import Floats, SamplingParams
@@ -129,7 +130,7 @@ def test_no_end_before_the_shortest_output(tmp_path: Path) -> None:
     decoder = open_tables(tmp_path, table := normal(5, 12, 12), table + normal(6, 12, 12))
     stop = {int(row.argmax()) for row in table}
     free = Request([1], SamplingParams(), 30, frozenset(stop))
-    long = Request([1], SamplingParams(), 30, frozenset(stop), min_output_len=9)
+    long = Request([1], SamplingParams(), 30, frozenset(stop), options=RequestOptions(min_output_len=9))
     decode(decoder, [free, long])
     assert (len(free.output), free.finish_reason) == (1, "stop")
     assert (len(long.output), long.finish_reason) == (10, "stop")

@@ -17,6 +17,7 @@ import pytest
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, RequestError
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.speculative.host_round import HostRound
@@ -72,7 +73,7 @@ def test_thousands_that_are_cancelled_or_late_or_fail_leave_nothing(tmp_path: Pa
     generator, requests = random.Random(1), some_requests(2000, longest=80)
     expected = [decode(decoder, [anew(request)])[0] for request in requests[:50]]
     for request in requests[50:]:
-        request.timeout = generator.choice([None, None, 1e-9, 10])
+        request.options = RequestOptions(timeout=generator.choice([None, None, 1e-9, 10]))
     waiting = list(requests)
     while waiting or len(decoder.scheduler):
         for _ in range(min(len(waiting), generator.randrange(4))):
@@ -106,7 +107,7 @@ def test_one_whose_logits_are_not_numbers_fails_alone(tmp_path: Path) -> None:
 
 
 def test_a_long_prompt_does_not_stall_the_others(pair: SpeculativeDecoder) -> None:
-    first = Request([1, 2], SamplingParams(1.0, seed=0), 60, draft_len=0)
+    first = Request([1, 2], SamplingParams(1.0, seed=0), 60, options=RequestOptions(draft_len=0))
     long = Request([3] * 390, SamplingParams(), 4)
     widths = Widths(pair)
     pair.scheduler.add(first)
@@ -129,7 +130,9 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
     """Neither one that comes with it, nor one that comes while it is read; in a full house too."""
     pair = open_five(tmp_path, kept=0)
     prompts = [[3] * 390, [5] * 7, *([n] * 385 for n in range(6, 9))]
-    requests = [Request(prompt, SamplingParams(1.0, seed=3), 40, draft_len=2) for prompt in prompts]
+    requests = [
+        Request(prompt, SamplingParams(1.0, seed=3), 40, options=RequestOptions(draft_len=2)) for prompt in prompts
+    ]
     late = Request([9] * 5, SamplingParams(1.0, seed=4), 8)
     expected = [decode(pair, [anew(request)])[0] for request in (*requests, late)]
     for request in requests:
@@ -196,7 +199,9 @@ def test_what_is_not_a_number_does_not_spread(attention: Path, grows: bool) -> N
 
 def test_engines_work_on_rows_that_run_and_on_no_others(pair: SpeculativeDecoder) -> None:
     widths = Widths(pair)
-    requests = [Request([n], SamplingParams(1.0, seed=n), 3 * n, draft_len=0) for n in range(1, 6)]
+    requests = [
+        Request([n], SamplingParams(1.0, seed=n), 3 * n, options=RequestOptions(draft_len=0)) for n in range(1, 6)
+    ]
     decode(pair, requests)
     assert [rows for rows, _ in widths.shapes] == [5] * 3 + [4] * 3 + [3] * 3 + [2] * 3 + [1] * 3
 
@@ -376,7 +381,7 @@ def test_a_request_is_decoded_once(pair: SpeculativeDecoder) -> None:
 
 def test_nothing_is_drafted_where_nobody_wants_drafts(pair: SpeculativeDecoder) -> None:
     before = pair.scheduler.round.drafter.runner.calls  # type: ignore[union-attr]
-    decode(pair, [Request([1] * 50, SamplingParams(), 20, draft_len=0)])
+    decode(pair, [Request([1] * 50, SamplingParams(), 20, options=RequestOptions(draft_len=0))])
     assert pair.scheduler.round.drafter.runner.calls == before  # type: ignore[union-attr]
 
 
@@ -384,13 +389,16 @@ def test_nothing_is_drafted_where_nobody_wants_drafts(pair: SpeculativeDecoder) 
 def test_samples_of_one_prompt_run_together(pair: SpeculativeDecoder, length: int) -> None:
     """The first reads it for the others."""
     widths = Widths(pair)
-    decode(pair, [Request([3] * length, SamplingParams(1.0, seed=n), 9, draft_len=0) for n in range(4)])
+    decode(
+        pair,
+        [Request([3] * length, SamplingParams(1.0, seed=n), 9, options=RequestOptions(draft_len=0)) for n in range(4)],
+    )
     sizes = [rows for rows, _ in widths.shapes]
     assert max(sizes) == 4 and sizes.index(4) <= 4
 
 
 def test_requests_have_draft_lengths_of_their_own(pair: SpeculativeDecoder) -> None:
-    requests = [Request([3], SamplingParams(), 41, draft_len=own) for own in (0, 1, 3, None)]
+    requests = [Request([3], SamplingParams(), 41, options=RequestOptions(draft_len=own)) for own in (0, 1, 3, None)]
     decode(pair, requests)
     assert len({tuple(request.output) for request in requests}) == 1
     for request, most in zip(requests, (0, 1, 3, 4), strict=True):

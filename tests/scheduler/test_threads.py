@@ -18,6 +18,7 @@ import pytest
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, RequestError
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request, TokenOutput
 from specrun.sampling.sampler import SamplingParams
 from tests.helpers.staggered import Widths
@@ -312,7 +313,7 @@ def some_use(pair: SpeculativeDecoder, expected: list[list[int]], generator: ran
             cycle.append(cycle)
         return "left"
     timeout = generator.choice([1e-9, 1e-3, 0.01, 10.0]) if how == "timeout" else None
-    request = Request([seed % V], sampled(seed), len(right), timeout=timeout)
+    request = Request([seed % V], sampled(seed), len(right), options=RequestOptions(timeout=timeout))
     if how == "cancel":
         threading.Timer(generator.uniform(0, 0.01), request.cancel).start()
     shown: list[TokenOutput] = []

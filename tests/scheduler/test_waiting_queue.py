@@ -7,13 +7,14 @@ import random
 import threading
 import weakref
 
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.waiting_queue import RequestQueue
 
 
-def requests(count: int, **options: float) -> list[Request]:
-    return [Request([1], SamplingParams(), 1, **options) for _ in range(count)]  # type: ignore[arg-type]
+def requests(count: int, timeout: float | None = None) -> list[Request]:
+    return [Request([1], SamplingParams(), 1, options=RequestOptions(timeout=timeout)) for _ in range(count)]
 
 
 def add(queue: RequestQueue, *call: Request) -> None:

@@ -24,6 +24,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.devices.driver import why_no_gpu
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.speculative.draft_length import DraftLength
@@ -80,7 +81,15 @@ def test_a_pair_is_measured(tmp_path: Path, use_logits: bool) -> None:
     draft = save_table_engine(tmp_path / "draft", logits + normal(2, 60, 60))
     round_ = device_round(target, draft, 4)
     decoder = SpeculativeDecoder(round_, DraftLength(4, 4), open_engine(target), 4)
-    requests = [Request(prompt, SamplingParams(1.0, seed=3), 96, use_logits=use_logits) for prompt in ([1], [2, 3])]
+    requests = [
+        Request(
+            prompt,
+            SamplingParams(1.0, seed=3),
+            96,
+            options=RequestOptions(acceptance="logits" if use_logits else "tokens"),
+        )
+        for prompt in ([1], [2, 3])
+    ]
     figures = compare(decoder, requests, 2)
     assert use_logits or figures["identical_ids"]
     assert 0 < figures["acceptance_rate"] < 1

@@ -28,7 +28,7 @@ ASK: dict[str, Any] = {
     "max_tokens": 40,
     "seed": 3,
 }
-CHOICE = {"guided_choice": ["cat", "dog"], "max_reasoning_tokens": 6}
+CHOICE: dict[str, Any] = {"guided_choice": ["cat", "dog"], "max_reasoning_tokens": 6}
 Open = Callable[..., SpeculativeDecoder]
 
 

@@ -10,6 +10,7 @@ import pytest
 from specrun import cpu_operators
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.speculative.host_round import HostRound
@@ -34,7 +35,7 @@ def open_pair(engines: Path, draft: bool = True, **config: Any) -> SpeculativeDe
 def target_calls(decoder: SpeculativeDecoder, prompt: list[int], **options: Any) -> int:
     """Passes of the target, of a text of one token."""
     before = decoder.scheduler.round.engine_times()
-    (request,) = requests = [Request(prompt, SamplingParams(), 1, **options)]
+    (request,) = requests = [Request(prompt, SamplingParams(), 1, options=RequestOptions(**options))]
     for _ in decoder.run(requests):
         pass
     assert len(request.output) == 1
@@ -58,7 +59,9 @@ def test_texts_are_those_of_prompts_that_are_read_before(
     """Prompts come while others decode, and begin like those of before. Their log-probabilities are the same, too."""
 
     def texts(decoder: SpeculativeDecoder, seed: int) -> list[list[Any]]:
-        requests = [Request(p, SAMPLED, n, logprobs=1) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+        requests = [
+            Request(p, SAMPLED, n, options=RequestOptions(logprobs=1)) for p, n in zip(PROMPTS, LENGTHS, strict=True)
+        ]
         run_staggered(decoder, requests, seed)
         return [[(token.token, token.logprob) for token in request.token_outputs] for request in requests]
 
@@ -85,7 +88,7 @@ def test_what_a_round_has_read_is_found_by_other_prompts(engines: Path) -> None:
 def test_such_a_round_says_nothing_of_others(engines: Path) -> None:
     """Its time would count as that of a round with so many draft tokens."""
     with open_pair(engines, draft_len=None) as decoder:
-        decoder.scheduler.add(Request([*range(3, 40)], SamplingParams(), 20, draft_len=2))
+        decoder.scheduler.add(Request([*range(3, 40)], SamplingParams(), 20, options=RequestOptions(draft_len=2)))
         with told_times(decoder.scheduler) as times:
             while len(times) < 3:
                 decoder.scheduler.step()

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, RequestError
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import Floats, SamplingParams
 from specrun.text.grammar import Constraint, Grammar, Grammars
@@ -87,7 +88,7 @@ def test_logits_that_are_not_finite(tmp_path: Path, stops: bool, params: Samplin
     target[4, 9] = math.nan
     stop_ids = frozenset({4} if stops else ())
     output, reason, error = same_everywhere(
-        tmp_path, target, draft, *copies(stop_ids=stop_ids, params=params, logprobs=1)
+        tmp_path, target, draft, *copies(stop_ids=stop_ids, params=params, options=RequestOptions(logprobs=1))
     )
     assert (output, reason) == (way, "stop" if stops else "error")
     assert ("not numbers" in error) != stops
@@ -158,7 +159,7 @@ def test_scores_that_are_not_finite_fail_no_other_prompt(tmp_path: Path, count: 
     prompts = [[1] * 40, [1, 7, 1, 1], [2] * 30]
     found = []
     for decoder in (clean, broken):
-        requests = [Request(prompt, GREEDY, 6, prompt_logprobs=count) for prompt in prompts]
+        requests = [Request(prompt, GREEDY, 6, options=RequestOptions(prompt_logprobs=count)) for prompt in prompts]
         for _ in decoder.run(requests):
             pass
         found.append(requests)
@@ -178,7 +179,7 @@ def test_a_prompt_whose_scores_are_not_finite(tmp_path: Path, length: int) -> No
     prompt = [7, *[1] * length]
     for at in (0, length - 1):
         placed = prompt[-at:] + prompt[:-at]
-        request = Request(placed, GREEDY, 6, prompt_logprobs=0)
+        request = Request(placed, GREEDY, 6, options=RequestOptions(prompt_logprobs=0))
         output, reason, error = run(open_pair("host", save_table_engine(tmp_path / str(at), target), None), request)
         assert (output, reason) == ([], "error")
         assert "not numbers" in error and isinstance(request.error, BackendError)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from specbuild.training.data.prepare import PrepareOptions, prepare_data
+from specbuild.training.data.prepare import prepare_data
+from specbuild.training.options import PrepareOptions
 from tests.helpers.character_model import LENGTH, PROMPTS, save_target, train
 from tests.helpers.engines import make_engine, make_onnx, once, quiet
 from tests.helpers.heads.made import make_pair

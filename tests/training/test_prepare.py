@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from specbuild.cli import main
 from specbuild.training.data.answers import Prompt, Sampling, answer_with_model
 from specbuild.training.data.conversations import read_prompt
-from specbuild.training.data.prepare import PrepareOptions, prepare_data
+from specbuild.training.data.prepare import prepare_data
 from specbuild.training.data.rows import RowMaker
+from specbuild.training.options import PrepareOptions
 from specrun.batch.lines import Place
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, BuildConfigError, OutputExistsError, RequestError

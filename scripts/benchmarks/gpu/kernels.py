@@ -17,6 +17,7 @@ from specrun.gpu.kernels import calls
 from specrun.gpu.kernels.layout import DISTRIBUTION, PROGRESS, TOKEN_VALUE, record_len
 from specrun.gpu.rows import DeviceRows
 from specrun.kv_cache import BLOCK
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.limits import MAX_LOGPROBS
 from specrun.sampling.sampler import SamplingParams
@@ -69,7 +70,10 @@ def _prepare(device: Device, rows: int, vocab: int) -> tuple[DeviceRows, dict[st
     state = DeviceRows(device, rows, _WIDTH, vocab, g + 1, g, use_logits=False)
     # Kernels do nothing for rows that want no penalties or log-probabilities; here all want everything.
     params = SamplingParams(presence_penalty=0.5, logit_bias={1: 1.0})
-    state.begin(0, [Request([1] * 8, params, 1, draft_len=g, logprobs=MAX_LOGPROBS) for _ in range(rows)])
+    state.begin(
+        0,
+        [Request([1] * 8, params, 1, options=RequestOptions(draft_len=g, logprobs=MAX_LOGPROBS)) for _ in range(rows)],
+    )
     p, q = device.zeros((rows, g + 1), DISTRIBUTION), device.zeros((rows, g), DISTRIBUTION)
     chosen, records = device.zeros((rows, g + 1), np.int32), device.zeros((rows, record_len(g)), np.int64)
     adjusted = device.zeros((rows, g + 1, vocab), np.float32)

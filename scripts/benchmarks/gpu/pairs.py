@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.gpu.drafters.model import DeviceModelDrafter
 from specrun.gpu.round import DeviceRound
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.request.stats import predicted_speedup
 from specrun.sampling.sampler import SamplingParams
@@ -59,7 +61,12 @@ def measure_pair(results: Results, target: Path, draft: Path, draft_len: int, si
                 if batch > decoder.max_batch_size:
                     continue
                 requests = [
-                    Request(tokenizer.encode(prompt).ids, params, size.output_len, use_logits=use_logits)
+                    Request(
+                        tokenizer.encode(prompt).ids,
+                        params,
+                        size.output_len,
+                        options=RequestOptions(acceptance="logits" if use_logits else "tokens"),
+                    )
                     for prompt in PROMPTS[:batch]
                 ]
                 part.attempt(mode, _measure, decoder, requests, size, replays, bandwidth)
@@ -184,7 +191,10 @@ def decode(decoder: SpeculativeDecoder, requests: Sequence[Request], draft_len: 
     """The same requests again. Raises the error of one that fails."""
     again = [
         Request(
-            request.prompt, request.params, request.max_output_len, draft_len=draft_len, use_logits=request.use_logits
+            request.prompt,
+            request.params,
+            request.max_output_len,
+            options=replace(request.options, draft_len=draft_len),
         )
         for request in requests
     ]

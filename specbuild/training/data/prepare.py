@@ -3,57 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from specbuild.progress import Stages
 from specbuild.training.data.answers import Answerer, Prompt, Sampling, answer_with_engines, answer_with_server
 from specbuild.training.data.conversations import read_prompt
+from specbuild.training.options import PrepareOptions
 from specrun.batch.files import Answers, read_lines, require_readable
 from specrun.batch.lines import Place, digest_of
 from specrun.errors import BuildConfigError, RequestError
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """What ``specbuild prepare_data`` was asked for."""
-
-    prompts: Path
-    output_file: Path
-    engine_dir: Path | None = None
-    draft_engine_dir: Path | None = None
-    server: str | None = None
-    model: str | None = None
-    """Name of the model on the server."""
-    concurrency: int | None = None
-    """Number of prompts that the server is asked at the same time; None: 16."""
-    max_output_len: int = 512
-    temperature: float = 0.7
-    seed: int = 0
-    resume: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise BuildConfigError where a value cannot be meant."""
-        if (self.engine_dir is None) == (self.server is None):
-            raise BuildConfigError("expected --engine_dir or --server, and not both")
-        if self.draft_engine_dir is not None and self.engine_dir is None:
-            raise BuildConfigError("--draft_engine_dir needs --engine_dir")
-        for name in ("model", "concurrency"):
-            if getattr(self, name) is not None and self.server is None:
-                raise BuildConfigError(f"--{name} needs --server")
-        for name, least in (("concurrency", 1), ("max_output_len", 1), ("seed", 0), ("temperature", 0)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise BuildConfigError(f"--{name} {value}: expected at least {least}")
-
-    @property
-    def answerer(self) -> Answerer:
-        """Who answers."""
-        sampling = Sampling(self.max_output_len, self.temperature, self.seed)
-        if self.engine_dir is not None:
-            return partial(answer_with_engines, self.engine_dir, self.draft_engine_dir, sampling)
-        assert self.server is not None
-        return partial(answer_with_server, self.server, self.model, self.concurrency or 16, sampling)
 
 
 def prepare_data(options: PrepareOptions, stages: Stages) -> int:
@@ -61,7 +20,7 @@ def prepare_data(options: PrepareOptions, stages: Stages) -> int:
 
     Raises SpecError; what was answered before stands, and ``resume`` goes on with it.
     """
-    return answer_file(options.prompts, options.output_file, options.resume, options.answerer, stages)
+    return answer_file(options.prompts, options.output_file, options.resume, _answerer(options), stages)
 
 
 def answer_file(prompts: Path, output: Path, resume: bool, answer: Answerer, stages: Stages) -> int:
@@ -110,3 +69,12 @@ def _line(prompt: Prompt, answer: str) -> dict[str, object]:
     if prompt.example.text is not None:
         return {**place, "text": prompt.example.text + answer}
     return {**place, "messages": [*prompt.example.messages, {"role": "assistant", "content": answer}]}
+
+
+def _answerer(options: PrepareOptions) -> Answerer:
+    """Who answers."""
+    sampling = Sampling(options.max_output_len, options.temperature, options.seed)
+    if options.engine_dir is not None:
+        return partial(answer_with_engines, options.engine_dir, options.draft_engine_dir, sampling)
+    assert options.server is not None
+    return partial(answer_with_server, options.server, options.model, options.concurrency or 16, sampling)

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from typing_extensions import override
 
+from specrun.builder import QFormat
 from specrun.config import AUTO, DraftKind
 from specrun.errors import RequestError
 
@@ -25,7 +26,7 @@ class Candidate:
     draft_len: int | str
     """A number, or ``auto``; 0 of the target alone."""
     batch_size: int
-    qformat: str
+    qformat: QFormat
     threads: int
 
     @override
@@ -54,7 +55,7 @@ class Space:
     drafts: Sequence[str]
     draft_lens: Sequence[int | str]
     batch_sizes: Sequence[int]
-    qformats: Sequence[str]
+    qformats: Sequence[QFormat]
     threads: Sequence[int]
 
     def __post_init__(self) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from specrun.builder import BuildOptions, engines_of, is_checkpoint
+from specrun.arguments import at_least
+from specrun.builder import BuildOptions, QFormat, engines_of, is_checkpoint
 from specrun.devices.processor import num_threads
 from specrun.engine_dir.config import EngineConfig, open_engine
 from specrun.errors import RequestError, SpecError
@@ -26,11 +27,14 @@ Trials = list[Trial[Candidate, Result]]
 class TuneSettings:
     """What to choose from, and how to measure. Empty lists: what is usual, see ``space_of``."""
 
-    draft_lens: Sequence[int | str] = ()
-    batch_sizes: Sequence[int] = ()
-    qformats: Sequence[str] = ("auto",)
-    """Formats of a checkpoint's weights."""
-    threads: Sequence[int] = ()
+    draft_lens: Sequence[Annotated[int, at_least(0)] | Literal["auto"]] = ()
+    """Draft tokens a round to try. Default: auto, and powers of two."""
+    batch_sizes: Sequence[Annotated[int, at_least(1)]] = ()
+    """Texts at a time to try. Default: powers of two up to 4, or what the engines take."""
+    qformats: Sequence[QFormat] = ("auto",)
+    """Format of a checkpoint's weights to try."""
+    threads: Sequence[Annotated[int, at_least(1)]] = ()
+    """Threads of CPU engines to try. Default: one a core, and half as many."""
     time_limit: float = 600.0
     """Seconds of measuring; engines are built before."""
     bench: Mapping[str, Any] | None = None
@@ -155,7 +159,7 @@ def space_of(targets: Sequence[EngineConfig], drafts: Sequence[str], settings: T
 def _engines(
     target: str | Path,
     drafts: Sequence[str],
-    qformats: Sequence[str],
+    qformats: Sequence[QFormat],
     build: BuildOptions,
     report: Callable[[str], None],
 ) -> _Engines:

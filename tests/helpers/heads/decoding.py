@@ -18,6 +18,7 @@ from specrun.engine_dir.config import open_engine
 from specrun.gpu.drafters.heads import DeviceHeadDrafter, DeviceParallelDrafter
 from specrun.gpu.ort import OrtDeviceBackend
 from specrun.gpu.round import DeviceRound
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import SamplingParams, probabilities
@@ -49,7 +50,7 @@ def open_pair(pair: Path, head: bool, **config: Any) -> SpeculativeDecoder:
 def decode(
     decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: Any
 ) -> list[Request]:
-    requests = [Request(prompt, params, LENGTH, **options) for prompt in prompts]
+    requests = [Request(prompt, params, LENGTH, options=RequestOptions(**options)) for prompt in prompts]
     for _ in decoder.run(requests):
         pass
     return requests
@@ -60,7 +61,10 @@ def coming(count: int, drafts: bool) -> list[Request]:
     prompts = [*PROMPTS, [*LONG, 7], [*LONG, 8, 9]]
     return [
         Request(
-            prompts[n % 6], replace(manners[n % 3], seed=n), 5 + n, draft_len=[None, 0, 2][n % 3] if drafts else None
+            prompts[n % 6],
+            replace(manners[n % 3], seed=n),
+            5 + n,
+            options=RequestOptions(draft_len=[None, 0, 2][n % 3] if drafts else None),
         )
         for n in range(count)
     ]
