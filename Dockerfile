@@ -16,4 +16,4 @@ USER 1000
 ENV PATH=/opt/specrun/bin:$PATH
 EXPOSE 8000
 ENTRYPOINT ["specrun"]
-CMD ["serve", "--engine_dir", "/engines/target", "--draft_engine_dir", "/engines/draft", "--host", "0.0.0.0"]
+CMD ["serve", "/engines/target", "/engines/draft", "--host", "0.0.0.0"]

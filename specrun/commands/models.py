@@ -117,8 +117,8 @@ models_options = together(
     click.argument("target", required=False, metavar="TARGET"),
     click.argument("draft_model", required=False, metavar="[DRAFT]"),
     click.option("-m", "short_target", metavar="TARGET", help="The same as TARGET."),
-    click.option("--engine_dir", type=FolderPath, help="The target's engine directory, instead of TARGET."),
-    click.option("--draft_engine_dir", type=FolderPath, help="The draft's engine directory, instead of DRAFT."),
+    click.option("--engine_dir", type=FolderPath, hidden=True),  # TensorRT-LLM's names.
+    click.option("--draft_engine_dir", type=FolderPath, hidden=True),
     draft_option,
     tokenizer_dir_option,
     threads_option,

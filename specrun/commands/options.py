@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -79,18 +79,19 @@ def shown_seed(params: SamplingParams) -> SamplingParams:
 
 
 def given_sampling(params: SamplingParams) -> dict[str, Any]:
-    """What of ``params`` stands on the command line."""
-    return {name: getattr(params, name) for name in given(*SAMPLING, "seed")}
+    """What of ``params`` stands on the command line or in the file of ``--config``."""
+    names = given(*SAMPLING, "seed", sources=(ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP))
+    return {name: getattr(params, name) for name in names}
 
 
-def given(*names: str) -> dict[str, str]:
-    """Those of the running command's parameters ``names`` that stand on its command line, with their flags."""
+def given(*names: str, sources: Sequence[ParameterSource] = (ParameterSource.COMMANDLINE,)) -> dict[str, str]:
+    """Those of the running command's parameters ``names`` that stand in one of ``sources``, with their flags."""
     context = click.get_current_context()
     return {
         name: param.opts[0]
         for name in names
         for param in context.command.params
-        if param.name == name and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if param.name == name and context.get_parameter_source(name) in sources
     }
 
 

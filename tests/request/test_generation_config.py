@@ -102,9 +102,12 @@ def test_a_chat_samples_as_its_model_recommends(engine: Path) -> None:
     assert shown.stdout == plain.stdout != chat(engine, "--generation_config", "none").stdout
 
 
-def test_options_come_first(engine: Path) -> None:
+def test_options_come_first(engine: Path, tmp_path: Path) -> None:
+    """On the command line, or in a file."""
     shown = chat(engine, "--top_k", 5)
     assert "generation_config.json: temperature 0.7, top_p 0.8\n" in shown.stderr
+    (tmp_path / "chat.yaml").write_text("top_k: 5\n")
+    assert chat(engine, "--config", tmp_path / "chat.yaml").stdout == shown.stdout
     assert shown.stdout == chat(engine, "--temperature", 0.7, "--top_k", 5, "--top_p", 0.8).stdout
     greedy = chat(engine, "--temperature", 0)
     assert "generation_config" not in greedy.stderr
