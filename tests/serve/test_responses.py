@@ -121,7 +121,7 @@ def test_an_answer_without_a_call_is_a_message(client: Any) -> None:
 
 
 def test_langchain_binds_tools(server: Server) -> None:
-    model = ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model="target", use_responses_api=True)  # type: ignore[arg-type]
+    model = ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model="target", use_responses_api=True)
 
     def get_weather(city: str) -> str:
         """The weather of a city."""
