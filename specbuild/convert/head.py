@@ -75,7 +75,7 @@ def prepare_head(source: Source, options: ConvertOptions, _run: Run, _work: Path
     )
 
 
-def _pack(source: Source, model: GraphModule | Medusa) -> PackedModel:
+def _pack(source: Source, model: GraphModule) -> PackedModel:
     """The head's weights in few bits, as they are rounded without a text; its drafts are checked in any case."""
     if source.recipe is None or isinstance(model, Medusa):
         return PackedModel()
@@ -84,7 +84,7 @@ def _pack(source: Source, model: GraphModule | Medusa) -> PackedModel:
     return packed
 
 
-def _make(head: Head, owner: PreTrainedModel, weights: dict[str, Weight]) -> GraphModule | Medusa:
+def _make(head: Head, owner: PreTrainedModel, weights: dict[str, Weight]) -> GraphModule:
     """The head as a torch module. weights: those of ``owner``, its target."""
     if isinstance(head, MtpHead):
         return Mtp(head, owner, _lent(owner, weights), vocab_size_of(owner))

@@ -35,7 +35,7 @@ _STEPS = 3
 _LENGTH = 16
 
 
-def verify_head(graph: Path, info: GraphInfo, model: GraphModule | Medusa) -> float:
+def verify_head(graph: Path, info: GraphInfo, model: GraphModule) -> float:
     """Largest absolute difference of logits. Raises VerificationError where it exceeds the dtype's tolerance."""
     if isinstance(model, Medusa):
         actual, expected = _one_pass(graph, info, model)

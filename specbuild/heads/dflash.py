@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from specbuild.export.attention import ScatterCache, contract_mask, gather_features, scatter
 from specbuild.head_formats.dflash import MARKOV, DFlashHead
-from specbuild.heads.module import Contract, LayerModule
+from specbuild.heads.module import LayerModule
 from specbuild.weights.lazy_tensors import Weight
 from specrun.engine_dir.contract import MARKOV_FILES
 from specrun.errors import CheckpointError
@@ -120,8 +120,31 @@ class DFlash(LayerModule):
         return torch.cat([logits, confidence.float()], dim=-1)
 
     @override
-    def contract(self) -> nn.Module:
-        return _Contract(self)
+    def run_pass(
+        self,
+        input_ids: torch.Tensor,
+        write_indices: torch.Tensor,
+        logits_indices: torch.Tensor,
+        past: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        features = past[-1]
+        (batch, count), length, masks = input_ids.shape, features.shape[-2], 1 - self.head.sample_from_anchor
+        places = torch.arange(count)[None, :]
+        context = gather_features(features, write_indices[:, None] + places)
+        first, last = logits_indices[:, 0], logits_indices.amax(1)
+        anchors = torch.where(first < 0, places[:, -1] + 1, first - masks)
+        offsets = torch.arange(logits_indices.shape[1] + masks)[None, :]
+        ends = (write_indices + last + 1)[:, None, None, None]
+
+        def seen(_row: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            # A place behind a row's own block drafts nothing, but must see something.
+            return (key < ends) | (key <= query)
+
+        mask = contract_mask(batch, offsets.shape[1], length, write_indices + anchors, seen)
+        cache = ScatterCache(past[:-1], write_indices)
+        y = self(input_ids, context, Block(write_indices, anchors, offsets, mask), cache)
+        written = scatter(features, context[:, :1][:, None], write_indices)
+        return self.logits(y[:, masks:]), *cache.present(), written
 
     def write_markov(self, directory: Path) -> list[str]:
         """Write the Markov head, if there is one, into ``directory``; returns the files' names.
@@ -189,39 +212,3 @@ def _attend(
 
 def _module_of(attention: nn.Module) -> Any:
     return sys.modules[type(attention).__module__]
-
-
-class _Contract(Contract):
-    """A head that drafts a block a pass."""
-
-    model: DFlash
-
-    @override
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        write_indices: torch.Tensor,
-        logits_indices: torch.Tensor,
-        past: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
-        features = past[-1]
-        (batch, count), length, masks = input_ids.shape, features.shape[-2], 1 - self.model.head.sample_from_anchor
-        places = torch.arange(count)[None, :]
-        context = gather_features(features, write_indices[:, None] + places)
-        first, last = logits_indices[:, 0], logits_indices.amax(1)
-        anchors = torch.where(first < 0, places[:, -1] + 1, first - masks)
-        offsets = torch.arange(logits_indices.shape[1] + masks)[None, :]
-        ends = (write_indices + last + 1)[:, None, None, None]
-
-        def seen(_row: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            # A place behind a row's own block drafts nothing, but must see something.
-            return (key < ends) | (key <= query)
-
-        mask = contract_mask(batch, offsets.shape[1], length, write_indices + anchors, seen)
-        cache = ScatterCache(past[:-1], write_indices)
-        y = self.model(input_ids, context, Block(write_indices, anchors, offsets, mask), cache)
-        return (
-            self.model.logits(y[:, masks:]),
-            *cache.present(),
-            scatter(features, context[:, :1][:, None], write_indices),
-        )

@@ -23,7 +23,7 @@ from typing_extensions import override
 from specbuild.export.attention import gather_features, scatter
 from specbuild.export.exporter import export_module
 from specbuild.head_formats.medusa import MedusaHead
-from specbuild.heads.module import Contract, load_parameters, require_vocab
+from specbuild.heads.module import Contract, GraphModule, load_parameters, require_vocab
 from specrun.engine_dir.cache_tensors import CacheTensor
 
 
@@ -40,8 +40,8 @@ class ResBlock(nn.Module):
         return x + functional.silu(self.linear(x))
 
 
-class Medusa(nn.ModuleList):
-    """All heads; parameters are named as in the files. Matrices are placeholders; ``weights`` says where they are."""
+class Medusa(GraphModule, nn.ModuleList):
+    """All heads; parameters are named as in the files."""
 
     def __init__(self, head: MedusaHead, dtype: torch.dtype, vocab_size: int) -> None:
         """vocab_size: the target's. Raises CheckpointError and UnsupportedModelError, see ``load_parameters``."""
@@ -56,32 +56,26 @@ class Medusa(nn.ModuleList):
             )
         self.head, self.dtype, self.vocab_size = head, dtype, vocab_size
         self.weights = load_parameters(self, head, dtype)
-        """Weights by their names here."""
         self.eval()
 
     @property
+    @override
     def caches(self) -> list[CacheTensor]:
         """It keeps nothing of texts."""
         return []
 
     @property
+    @override
     def described(self) -> dict[str, Any]:
-        """Fields of ``GraphInfo`` that follow from the kind."""
         return {"vocab_size": self.vocab_size, "parallel_drafts": len(self)}
 
+    @override
     def export(self) -> ir.Model:
-        """Their graph, whose initializers are named as ``weights``, behind ``PREFIX``. See ``export_onnx``."""
         shapes = [CacheTensor(heads=1, head_dim=self.head.hidden_size)]
-        return export_module(_Contract(self), shapes, True, self.dtype, f"{self.head.directory}: the heads")
-
-
-class _Contract(Contract):
-    """Medusa heads."""
-
-    model: Medusa
+        return export_module(Contract(self), shapes, True, self.dtype, f"{self.head.directory}: the heads")
 
     @override
-    def forward(
+    def run_pass(
         self,
         input_ids: torch.Tensor,
         write_indices: torch.Tensor,
@@ -93,8 +87,8 @@ class _Contract(Contract):
         # Tokens mean nothing here, and none is negative. But TensorRT drops an input whose values are not used.
         place = torch.where(input_ids[:, 0] < 0, 0, place)
         states = gather_features(features, place[:, None].expand(-1, wanted))
-        logits = [head(_slot(states, number)).float() for number, head in enumerate(self.model)]
-        shape = (batch, wanted, self.model.vocab_size)
+        logits = [head(_slot(states, number)).float() for number, head in enumerate(self)]
+        shape = (batch, wanted, self.vocab_size)
         drafted = symbolic("Concat", tuple(logits), {"axis": 1}, dtype=torch.float32, shape=shape, version=13)
         return drafted, scatter(features, states[:, :1][:, None], place)
 

@@ -73,8 +73,14 @@ class GraphModule(nn.Module):
         """y [.., H] -> float32 logits of the target's vocabulary; -inf for tokens that the head does not draft."""
         raise NotImplementedError
 
-    def contract(self) -> nn.Module:
-        """It behind the contract's inputs and outputs."""
+    def run_pass(
+        self,
+        input_ids: torch.Tensor,
+        write_indices: torch.Tensor,
+        logits_indices: torch.Tensor,
+        past: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """A pass, with the contract's inputs and outputs."""
         raise NotImplementedError
 
     def export(self) -> ir.Model:
@@ -84,7 +90,7 @@ class GraphModule(nn.Module):
         self.config._attn_implementation = IMPLEMENTATION
         self.config._experts_implementation = experts.IMPLEMENTATION
         try:
-            return export_module(self.contract(), shapes, True, self.dtype, f"{self.head.directory}: the head")
+            return export_module(Contract(self), shapes, True, self.dtype, f"{self.head.directory}: the head")
         finally:
             self.config._attn_implementation = self.config._experts_implementation = "eager"
 
@@ -107,8 +113,26 @@ class ChainModule(GraphModule):
         return y
 
     @override
-    def contract(self) -> nn.Module:
-        return _Contract(self)
+    def run_pass(
+        self,
+        input_ids: torch.Tensor,
+        write_indices: torch.Tensor,
+        logits_indices: torch.Tensor,
+        past: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        features = past[-1]
+        (batch, count), length = input_ids.shape, features.shape[-2]
+        positions = write_indices[:, None] + torch.arange(count)[None, :]
+        hidden = gather_features(features, (positions - 1).clamp(min=0))
+        mask = contract_mask(batch, count, length, write_indices, head_mask)
+        cache = ScatterCache(past[:-1], write_indices)
+        y = self(input_ids, hidden, positions, mask, cache)
+        wanted = gather_logits_positions(y, logits_indices.clamp(min=0))
+        first = logits_indices[:, 0]
+        # No later token reads the feature of the last position, so that is where unwanted ones go.
+        place = torch.where(first < 0, length - 1, write_indices + first)
+        own = scatter(features, self.feature(wanted[:, :1])[:, None], place)
+        return (self.logits(wanted), *cache.present(), own)
 
 
 class LayerModule(GraphModule):
@@ -266,15 +290,10 @@ def load_parameters(
 
 def _layer_config(head: LayerHead) -> Any:
     """transformers' configuration of the layers. Raises CheckpointError."""
-    unlike = (
-        "architectures",
-        "model_type",
-        "auto_map",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
+    unlike = {
+        *("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version"),
         "quantization_config",
-    )
+    }
     fields = {name: value for name, value in head.layer.items() if name not in unlike}
     try:
         config = AutoConfig.for_model(head.layer["model_type"], **{**fields, "num_hidden_layers": head.num_layers})
@@ -285,41 +304,17 @@ def _layer_config(head: LayerHead) -> Any:
 
 
 class Contract(nn.Module):
-    """A head of any kind behind the contract's inputs and outputs; each kind has its own ``forward``."""
+    """A head behind the contract's inputs and outputs."""
 
-    model: Any
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: GraphModule) -> None:
         super().__init__()
         self.model = model
 
-
-class _Contract(Contract):
-    """A head that drafts one token a pass."""
-
-    model: ChainModule
-
     @override
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        write_indices: torch.Tensor,
-        logits_indices: torch.Tensor,
-        past: list[torch.Tensor],
+        self, input_ids: torch.Tensor, write_indices: torch.Tensor, logits_indices: torch.Tensor, past: Any
     ) -> tuple[torch.Tensor, ...]:
-        features = past[-1]
-        (batch, count), length = input_ids.shape, features.shape[-2]
-        positions = write_indices[:, None] + torch.arange(count)[None, :]
-        hidden = gather_features(features, (positions - 1).clamp(min=0))
-        mask = contract_mask(batch, count, length, write_indices, head_mask)
-        cache = ScatterCache(past[:-1], write_indices)
-        y = self.model(input_ids, hidden, positions, mask, cache)
-        wanted = gather_logits_positions(y, logits_indices.clamp(min=0))
-        first = logits_indices[:, 0]
-        # No later token reads the feature of the last position, so that is where unwanted ones go.
-        place = torch.where(first < 0, length - 1, write_indices + first)
-        own = scatter(features, self.model.feature(wanted[:, :1])[:, None], place)
-        return (self.model.logits(wanted), *cache.present(), own)
+        return self.model.run_pass(input_ids, write_indices, logits_indices, past)
 
 
 def head_mask(_row: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

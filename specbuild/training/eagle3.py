@@ -26,11 +26,11 @@ from specbuild.hf.model_facts import plain, vocab_size_of
 from specbuild.json_file import read_json
 from specbuild.training.attention import NAME, ChainKeys
 from specbuild.training.options import TrainOptions
-from specbuild.training.student import Student
-from specbuild.weights.lazy_tensors import Reader, Weight
+from specbuild.training.student import Student, materialise
+from specbuild.weights.lazy_tensors import Weight
+from specbuild.weights.safetensors_files import SINGLE_NAME
 from specrun.engine_dir.config import CONFIG_NAME
 
-WEIGHTS = "model.safetensors"
 _SCALE = 0.02
 """Standard deviation of new matrices."""
 _LEAST_LAYERS = 7
@@ -52,7 +52,7 @@ class Eagle3Student(Student):
         embedding = target.get_input_embeddings().weight
         assert isinstance(embedding, nn.Parameter)
         shared = LoadedTensor(torch.empty_like(embedding, device="meta"))
-        self._fusion = Fusion(self.head, target)
+        fusion = self.fusion = Fusion(head, target)
         self.module = Eagle3(
             self.head,
             torch.float32,
@@ -60,28 +60,21 @@ class Eagle3Student(Student):
             vocab_size_of(target),
         )
         self.module.config._attn_implementation = NAME
-        for name in self._fusion.names:
-            _materialise(self._fusion, name, self.head.tensors[name])
-        for name in self.module.weights.keys() & self.head.tensors.keys():
-            _materialise(self.module, name, self.head.tensors[name])
+        for owner, names in ((fusion, fusion.names), (self.module, self.module.weights.keys() & head.tensors.keys())):
+            for name in names:
+                materialise(owner, name, head.tensors[name])
         self.module.embed_tokens.weight = embedding
         self.vocabulary = None
         if self.module.slots is not None:
-            shifts = self.head.tensors["d2t"].read((slice(None),), torch.int64)
+            shifts = head.tensors["d2t"].read((slice(None),), torch.int64)
             self.vocabulary = (torch.arange(len(shifts)) + shifts).to(target.device)
         self.to(target.device)
-
-    @property
-    @override
-    def fusion(self) -> Fusion:
-        """See Student."""
-        return self._fusion
 
     @override
     def drafts(
         self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
     ) -> Iterator[torch.Tensor]:
-        """See Student. A draft reads the state of the one before, as when it runs."""
+        """A draft reads the state of the one before, as when it runs."""
         keys, hidden = ChainKeys(), features
         for draft in range(count):
             origins = ids.shape[1] - 2 - draft
@@ -93,14 +86,14 @@ class Eagle3Student(Student):
 
     @override
     def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
-        """See Student."""
         logits: torch.Tensor = self.module.lm_head(self.module.norm(states))
         return logits
 
     @override
     def save(self, directory: Path, dtype: torch.dtype) -> None:
-        """See Student. In SpecForge's form, without the target's embeddings."""
-        own = {**dict(self._fusion.named_parameters()), **dict(self.module.named_parameters())}
+        """In SpecForge's form, without the target's embeddings."""
+        assert self.fusion
+        own = {**dict(self.fusion.named_parameters()), **dict(self.module.named_parameters())}
         tensors = {
             name.replace(_OWN_LAYER, _FILE_LAYER): parameter.detach().to("cpu", dtype).contiguous()
             for name, parameter in own.items()
@@ -108,13 +101,6 @@ class Eagle3Student(Student):
         }
         config = {**self.source, "torch_dtype": str(dtype).removeprefix("torch.")}
         write_head(directory, config, tensors, self.vocabulary, self.head.vocab_size)
-
-
-def _materialise(owner: nn.Module, name: str, reader: Reader) -> None:
-    """Put a float32 parameter in the place of a placeholder."""
-    module, _, last = name.rpartition(".")
-    whole = reader.read((slice(None),) * len(reader.shape), torch.float32)
-    owner.get_submodule(module).register_parameter(last, nn.Parameter(whole))
 
 
 def write_new_head(
@@ -217,7 +203,7 @@ def write_head(
         "d2t": chosen - torch.arange(len(chosen)),
         "t2d": torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, chosen, True),
     }
-    save_file({**tensors, **maps}, directory / WEIGHTS, metadata={"format": "pt"})
+    save_file({**tensors, **maps}, directory / SINGLE_NAME, metadata={"format": "pt"})
     (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
 

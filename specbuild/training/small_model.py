@@ -19,7 +19,7 @@ from specrun.errors import BuildConfigError, CheckpointError, first_line
 class ModelStudent(Student):
     """A model in a directory of transformers'."""
 
-    trained_drafts = 1
+    trained_drafts, fusion = 1, None
     """The next token of every place is trained anyway."""
 
     def __init__(self, directory: Path, device: torch.device, trust_remote_code: bool) -> None:
@@ -36,19 +36,17 @@ class ModelStudent(Student):
     def drafts(
         self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
     ) -> Iterator[torch.Tensor]:
-        """See Student. States are logits."""
+        """States are logits."""
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         for draft in range(count):
             yield logits[:, 1 + draft : -1]
 
     @override
     def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
-        """See Student."""
         return states
 
     @override
     def save(self, directory: Path, dtype: torch.dtype) -> None:
-        """See Student."""
         deepcopy(self.model).to(dtype).save_pretrained(directory)
 
 
@@ -67,7 +65,10 @@ def write_new_model(
     kept = [round(place * (len(layers) - 1) / max(1, count - 1)) for place in range(count)]
     config = deepcopy(target.config)
     own = config.get_text_config()
-    _keep_layers(own, kept, len(layers))
+    own.num_hidden_layers = count
+    for name, value in list(vars(own).items()):
+        if isinstance(value, list | tuple) and len(value) == len(layers) > 1:  # What each layer is.
+            setattr(own, name, [value[layer] for layer in kept])
     if hidden_size is not None:
         _narrow(own, hidden_size)
     torch.manual_seed(seed)
@@ -81,13 +82,6 @@ def write_new_model(
         ) from error
     model.generation_config = deepcopy(target.generation_config)
     model.save_pretrained(directory)
-
-
-def _keep_layers(config: Any, kept: list[int], count: int) -> None:
-    config.num_hidden_layers = len(kept)
-    for name, value in list(vars(config).items()):
-        if isinstance(value, list | tuple) and len(value) == count and count > 1:  # What each layer is.
-            setattr(config, name, [value[layer] for layer in kept])
 
 
 def _narrow(config: Any, hidden_size: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from specbuild.export.features import Fusion
+from specbuild.weights.lazy_tensors import Reader
 
 
 class Student(nn.Module, ABC):
@@ -24,10 +25,8 @@ class Student(nn.Module, ABC):
     trained_drafts: int
     """Number of drafts of each origin that are trained."""
 
-    @property
-    def fusion(self) -> Fusion | None:
-        """Makes features of the target's hidden states; None: it reads none."""
-        return None
+    fusion: Fusion | None
+    """Makes features of the target's hidden states; None: it reads none."""
 
     @abstractmethod
     def drafts(
@@ -51,3 +50,10 @@ class Student(nn.Module, ABC):
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+
+def materialise(owner: nn.Module, name: str, reader: Reader) -> None:
+    """Put a float32 parameter in the place of a placeholder."""
+    module, _, last = name.rpartition(".")
+    whole = reader.read((slice(None),) * len(reader.shape), torch.float32)
+    owner.get_submodule(module).register_parameter(last, nn.Parameter(whole))

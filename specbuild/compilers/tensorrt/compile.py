@@ -21,12 +21,13 @@ from specbuild.compilers.tensorrt.formats import (
     set_apart_names,
     turn_negative_scales,
 )
-from specbuild.compilers.tensorrt.progress import interruptible, progress_monitor
+from specbuild.compilers.tensorrt.progress import progress_monitor
 from specbuild.compilers.tensorrt.timing_cache import load_timings, save_timings
 from specbuild.graph import ops as graphs
 from specbuild.graph.kv_cache_qdq import leave_writing_to_caller
 from specbuild.graph.plain_attention import write_out_attention
 from specbuild.graph.recurrent import expand
+from specbuild.progress import deferred_signals
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
 from specrun.engine_dir.config import GRAPH_NAME, PLAN_NAME, BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
 from specrun.engine_dir.contract import INPUT_IDS, KEEP_INDICES, LOGITS_INDICES, STATE_INDICES, WRITE_INDICES
@@ -173,7 +174,8 @@ def _build(
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # Or the plan cannot be part of a CUDA graph.
     cache = load_timings(config, timing_cache, log) if timing_cache else None
-    with interruptible() as interrupted:
+    # The builder calls Python from C++, prints an exception that it meets there and goes on building.
+    with deferred_signals(second_ends=False) as interrupted:
         config.progress_monitor = progress_monitor(trt, advance, interrupted)
         plan = builder.build_serialized_network(network, config)
         if interrupted.is_set():
