@@ -55,15 +55,13 @@ def drop_causal_masks(model: ir.Model, cache_length: int) -> tuple[int, int]:
     lengths = None
     changed = 0
     for node in nodes:
-        if len(node.inputs) != 4 or node.inputs[3] is None or not _fits_flash(node):
+        if len(node.inputs) != 4 or (mask := node.inputs[3]) is None or not _fits_flash(node):
             continue
-        mask = node.inputs[3]
         if mask not in proved:
-            proved[mask] = is_causal(mask, cache_length)
+            proved[mask] = causal_window(mask, cache_length) == cache_length
         if not proved[mask]:
             continue
-        if lengths is None:
-            lengths = _row_lengths(model)
+        lengths = lengths or _row_lengths(model)
         masked = node.outputs[0]
         causal = ir.node(
             "Attention",
@@ -77,11 +75,6 @@ def drop_causal_masks(model: ir.Model, cache_length: int) -> tuple[int, int]:
         changed += 1
     RemoveUnusedNodesPass()(model)
     return changed, len(nodes)
-
-
-def is_causal(mask: ir.Value, cache_length: int) -> bool:
-    """Whether the mask is key <= position and nothing else, in a cache of ``cache_length``."""
-    return causal_window(mask, cache_length) == cache_length
 
 
 def causal_window(mask: ir.Value, cache_length: int) -> int | None:

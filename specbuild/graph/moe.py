@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.graph import ops as graphs
+from specbuild.graph.ops import input_of
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,3 @@ def rewrite(model: ir.Model, rewrite_one: Callable[[ir.Graph, Mixture], None]) -
         rewrite_one(model.graph, mixture)
     RemoveUnusedNodesPass()(model)
     return len(layers)
-
-
-def input_of(node: ir.Node, index: int) -> ir.Value:
-    """One of ``node``'s inputs. Raises ValueError where it has none there."""
-    value = node.inputs[index]
-    if value is None:
-        raise ValueError(f"{node.name}: without input {index}")
-    return value

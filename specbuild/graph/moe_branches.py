@@ -11,7 +11,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
-from specbuild.graph.moe import Mixture, Tape, input_of, replace, rewrite, stored_shape
+from specbuild.graph.moe import Mixture, Tape, replace, rewrite, stored_shape
+from specbuild.graph.ops import input_of
 
 
 def skip_unused_experts(model: ir.Model) -> int:

@@ -50,6 +50,14 @@ def inner_values(model: ir.Model) -> list[ir.Value]:
     return [value for node in model.graph for value in node.outputs if value not in outputs]
 
 
+def input_of(node: ir.Node, index: int) -> ir.Value:
+    """One of ``node``'s inputs. Raises ValueError where it has none there."""
+    value = node.inputs[index]
+    if value is None:
+        raise ValueError(f"{node.name}: without input {index}")
+    return value
+
+
 def initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
     """A constant of ``graph``; one that is there already under this name is the same."""
     if name not in graph.initializers:

@@ -62,6 +62,31 @@ class Added(NamedTuple):
         )
 
 
+def add_offsets(graph: ir.Graph, product: ir.Node, offsets: ir.Value, inputs: int, block: int, name: str) -> ir.Node:
+    """Add to ``product`` what ``offsets`` [K / block, N] of its weight's blocks make of its input. In place.
+
+    Returns the product with the offsets.
+    """
+    y = product.outputs[0]
+    dtype = offsets.dtype or y.dtype
+    assert dtype is not None
+    adder = ir.tensor(block_sums(inputs, block).astype(dtype.numpy()), dtype=dtype)
+    factor = graphs.initializer(graph, f"quantization.blocks.{inputs}.{block}", adder)
+    sums = ir.node("MatMul", [product.inputs[0], factor], name=f"{name}.sums")
+    shift = ir.node("MatMul", [sums.outputs[0], offsets], name=f"{name}.shift")
+    total = ir.node("Add", [y, shift.outputs[0]], name=f"{name}.total")
+    whole, later = total.outputs[0], [use for use in y.uses() if use.node is not total]
+    for made in (sums, shift, total):
+        made.outputs[0].name, made.outputs[0].type = made.name, ir.TensorType(dtype)
+    graph.insert_after(product, [sums, shift, total])
+    for use in later:
+        use.node.replace_input_with(use.idx, whole)
+    if y.is_graph_output():
+        graph.outputs[graph.outputs.index(y)] = whole
+        whole.name, y.name, whole.shape = y.name, whole.name, y.shape
+    return shift
+
+
 def added_to(node: ir.Node) -> Added | None:
     """None where nothing of that kind is."""
     uses = list(node.outputs[0].uses())

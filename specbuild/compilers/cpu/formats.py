@@ -97,8 +97,7 @@ _Recoded = tuple[npt.NDArray[np.int8], Floats]
 def _replace_codes(node: ir.Node, read: Callable[[_Weight], _Recoded]) -> None:
     """Let ``node`` dequantize int8 blocks instead of float8 or float4. They are computed when they are written."""
     codes, scales = node.inputs[0], node.inputs[1]
-    if codes is None or scales is None or codes.const_value is None:
-        raise ValueError(f"{node.name}: without codes and scales")
+    assert codes is not None and scales is not None and codes.const_value is not None
     own = node.attributes.get_int("block_size", 0)
     weight = _Weight(codes.const_value, tuple(graphs.constant_factors(scales)), own)
     block = own if weight.is_float4 else BLOCK
@@ -123,25 +122,18 @@ def _recode(weight: _Weight) -> _Recoded:
     if weight.is_float4:  # 0, 0.5, 1, 1.5, 2, 3, 4, 6: twice as much is a whole number.
         return (values * 2).astype(np.int8), scales / np.float32(2)
     spread = np.repeat(scales, weight.block, axis=0)[: len(values)] if weight.block else scales
-    return _int8_blocks(values * spread, BLOCK)
-
-
-def _int8_blocks(weight: Floats, block: int) -> tuple[npt.NDArray[np.int8], Floats]:
-    """weight [K, N] -> codes [K, N] and scales [K / block, N]."""
-    rows = len(weight)
-    starts = np.arange(0, rows, block)
-    scales = np.maximum.reduceat(np.abs(weight), starts, axis=0) / np.float32(127)
-    scales[scales == 0] = 1
-    spread = np.repeat(scales, block, axis=0)[:rows]
-    return np.rint(weight / spread).astype(np.int8), scales.astype(np.float32)
+    values *= spread
+    steps = np.maximum.reduceat(np.abs(values), np.arange(0, len(values), BLOCK), axis=0) / np.float32(127)
+    steps[steps == 0] = 1
+    codes = np.rint(values / np.repeat(steps, BLOCK, axis=0)[: len(values)])
+    return codes.astype(np.int8), steps.astype(np.float32)
 
 
 def _look_up_codes(graph: ir.Graph, dequantize: ir.Node, gather: ir.Node) -> None:
     """Look up codes and scales of the tokens alone, instead of dequantizing the whole table in every pass."""
     codes, scales = dequantize.inputs[0], dequantize.inputs[1]
     ids = gather.inputs[1]
-    if codes is None or codes.shape is None or scales is None or ids is None:
-        raise ValueError(f"{gather.name}: without a table")
+    assert codes is not None and codes.shape is not None
     rows = ir.node("Gather", [codes, ids], name=f"{gather.name}.codes")
     steps = ir.node("Gather", [scales, ids], name=f"{gather.name}.scales")
     nodes, block = [rows, steps], dequantize.attributes.get_int("block_size", 0)

@@ -91,6 +91,11 @@ class _BlockValues:
             return 0
         return int(self.units.shape.numpy()[1 if self.is_transposed else 0]) if len(self.units.shape) == 2 else 1
 
+    def turned(self, tensor: ir.TensorProtocol | None) -> npt.NDArray[Any]:
+        """``stored`` or ``units`` as [N] or [.., N]."""
+        assert tensor is not None
+        return tensor.numpy().T if self.is_transposed else tensor.numpy()
+
     def numbers(self) -> Floats:
         """In float32, [N] or [blocks, N]."""
         matrix = as_float32(self.stored)
@@ -366,8 +371,8 @@ def _pack(graph: ir.Graph, weights: list[_Weight], block: int) -> _Packed:
             return by_strips(np.broadcast_to(kind(values), (blocks, weight.shape[1])))
 
         if first.has_codes:
-            codes = functools.partial(read, kind=_stored_codes, blocks=blocks)
-            units = functools.partial(read, kind=_units, blocks=first.num_units)
+            codes = functools.partial(read, kind=lambda values: values.turned(values.stored), blocks=blocks)
+            units = functools.partial(read, kind=lambda values: values.turned(values.units), blocks=first.num_units)
             return [
                 joined(role, ir.DataType.INT8, (blocks, COLUMNS), codes),
                 joined(f"{role}.units", ir.DataType.FLOAT, (first.num_units, COLUMNS), units),
@@ -401,22 +406,6 @@ def _codes(weight: _Weight) -> npt.NDArray[np.uint8]:
     return pack_codes(codes.T if weight.is_transposed else codes, weight.bits)
 
 
-def _turned(weight: _Weight, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Scales or zero points as [blocks, N], or as they are where there are no blocks."""
-    return values.T if weight.is_transposed else values
-
-
-def _stored_codes(values: _BlockValues) -> npt.NDArray[np.int8]:
-    codes = np.asarray(values.stored.numpy())
-    return codes.T if values.is_transposed else codes
-
-
-def _units(values: _BlockValues) -> Floats:
-    assert values.units is not None
-    units = as_float32(values.units)
-    return units.T if values.is_transposed else units
-
-
 def _shortest(all_numbers: list[Floats]) -> tuple[ir.DataType, Callable[[Floats], npt.NDArray[Any]]]:
     """The fewest bits that hold all these numbers, and what turns them into what the operators read."""
     if not any((numbers.view(np.uint32) & 0xFFFF).any() for numbers in map(np.ascontiguousarray, all_numbers)):
@@ -432,5 +421,5 @@ def _shortest(all_numbers: list[Floats]) -> tuple[ir.DataType, Callable[[Floats]
 def _zeros(weight: _Weight, blocks: int) -> npt.NDArray[np.int8]:
     """Zero points less the operator's own."""
     zeros = np.zeros((), np.int16) if weight.zeros is None else np.asarray(weight.zeros.numpy()).astype(np.int16)
-    own = (_turned(weight, zeros) - _MIDDLE[weight.codes.dtype]).astype(np.int8)
+    own = ((zeros.T if weight.is_transposed else zeros) - _MIDDLE[weight.codes.dtype]).astype(np.int8)
     return by_strips(np.broadcast_to(own, (blocks, weight.shape[1])))

@@ -18,19 +18,13 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.graph import ops as graphs
-from specbuild.graph.scales import added_to, constant, make_numbers_of_scales
-from specbuild.weights.packed import as_float32, block_sums
+from specbuild.graph.scales import add_offsets, added_to, constant, make_numbers_of_scales
+from specbuild.weights.packed import as_float32
 from specrun.errors import BuildError
 
 FLOAT4_BLOCK = 16
 """Values of an input that share a scale."""
 _MIDDLE = {ir.DataType.UINT4: 8, ir.DataType.UINT8: 128, ir.DataType.INT4: 0, ir.DataType.INT8: 0}
-_SIGNED = {
-    ir.DataType.UINT4: ir.DataType.INT4,
-    ir.DataType.UINT8: ir.DataType.INT8,
-    ir.DataType.INT4: ir.DataType.INT4,
-    ir.DataType.INT8: ir.DataType.INT8,
-}
 _TOKEN_CODES = {"int8": (ir.DataType.INT8, 127), "float8": (ir.DataType.FLOAT8E4M3FN, 448)}
 """The type of an input's codes, and its largest code."""
 _COLUMNS = 1024
@@ -68,9 +62,8 @@ def round_float4_inputs(model: ir.Model) -> int:
     """
     nodes = [node for node in model.graph if graphs.FLOAT4_INPUT in node.metadata_props]
     for node in nodes:
-        x = node.inputs[0]
-        if x is None or x.dtype is None:
-            raise BuildError(f"{node.name}: without an input")
+        x = graphs.input_of(node, 0)
+        assert x.dtype is not None
         scale = ir.Tensor(np.asarray(float(node.metadata_props[graphs.FLOAT4_INPUT]), x.dtype.numpy()))
         unit = graphs.initializer(model.graph, f"{node.name}.float4_scale", scale)
         attributes = {"axis": -1, "block_size": FLOAT4_BLOCK, "scale_type": int(ir.DataType.FLOAT8E4M3FN)}
@@ -104,9 +97,7 @@ def round_token_inputs(model: ir.Model) -> int:
     recoded = 0
     read: Any = functools.lru_cache(maxsize=1)(_by_channel)  # Codes and scales are written one after the other.
     for node in products:
-        x, form = node.inputs[0], node.metadata_props[graphs.TOKEN_INPUT]
-        if x is None or x.dtype is None or form not in _TOKEN_CODES:
-            raise BuildError(f"{node.name}: without an input that can be rounded")
+        x, form = graphs.input_of(node, 0), node.metadata_props[graphs.TOKEN_INPUT]
         if (x, form) not in rounded:
             rounded[x, form] = _round_tokens(model.graph, node, x, form)
         small, amax = rounded[x, form]
@@ -163,8 +154,7 @@ def _give_channels_one_scale(
     if not block or codes is None or codes.dtype != ir.DataType.INT8 or _zero_points(node) is not None:
         return False
     stored, steps = codes.const_value, scales.const_value if scales is not None else None
-    if stored is None or steps is None:
-        raise BuildError(f"{node.name}: without codes and scales")
+    assert stored is not None and steps is not None
     axis = node.attributes["axis"].as_int()
     shape = [int(size) for size in stored.shape.numpy()]
     inputs, is_experts = shape[axis], len(shape) == 3
@@ -209,14 +199,9 @@ def narrow_float4_scales(model: ir.Model) -> int:
     """
     changed = 0
     for node in model.graph:
-        codes, scales = (*node.inputs, None, None)[:2]
-        if (
-            node.op_type != "DequantizeLinear"
-            or codes is None
-            or scales is None
-            or "output_dtype" not in node.attributes
-        ):
+        if node.op_type != "DequantizeLinear" or "output_dtype" not in node.attributes:
             continue
+        codes, scales = graphs.input_of(node, 0), graphs.input_of(node, 1)
         inner = scales.producer()
         if codes.dtype == ir.DataType.FLOAT4E2M1 and inner is not None:
             inner.attributes["output_dtype"] = node.attributes.pop("output_dtype")
@@ -306,7 +291,7 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
     if any(reader.op_type != "MatMul" for reader in readers):
         raise BuildError(f"{node.name}: TensorRT takes zero points of MatMul only, not of {readers[0].op_type}")
     stored, steps, middle = codes.const_value, scales.const_value, _MIDDLE[codes.const_value.dtype]
-    kind = _SIGNED[stored.dtype]
+    kind = ir.DataType.INT4 if stored.dtype.bitwidth == 4 else ir.DataType.INT8
     *experts, rows, columns = (int(size) for size in stored.shape.numpy())
     block = node.attributes.get_int("block_size", rows)
 
@@ -325,7 +310,6 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
     value = graphs.initializer(graph, f"{codes.name}.signed", ir.LazyTensor(signed, kind, shape))
     small = ir.Shape([*experts, -(-rows // block), columns])
     moved = graphs.initializer(graph, f"{codes.name}.offsets", ir.LazyTensor(offsets, dtype, small))
-    adder = _block_sums(graph, rows, block, dtype)
     node.replace_input_with(0, value)
     node.resize_inputs(2)
     for number, reader in enumerate(readers):
@@ -335,23 +319,5 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
             both = ir.LazyTensor(functools.partial(offsets, others), dtype, small)
             added.product.replace_input_with(1, graphs.initializer(graph, f"{codes.name}.{number}.offsets", both))
             continue
-        name = f"{codes.name}.{number}"
-        sums = ir.node("MatMul", [reader.inputs[0], adder], name=f"{name}.sums")
-        shift = ir.node("MatMul", [sums.outputs[0], moved], name=f"{name}.shift")
+        shift = add_offsets(graph, reader, moved, rows, block, f"{codes.name}.{number}")
         shift.metadata_props.update(reader.metadata_props)  # Of experts, it has a part for each of them, too.
-        total = ir.node("Add", [reader.outputs[0], shift.outputs[0]], name=f"{name}.total")
-        product, whole = reader.outputs[0], total.outputs[0]
-        later = [use for use in product.uses() if use.node is not total]
-        for made in (sums, shift, total):
-            made.outputs[0].name, made.outputs[0].type = made.name, product.type
-        graph.insert_after(reader, [sums, shift, total])
-        for use in later:
-            use.node.replace_input_with(use.idx, whole)
-        if product.is_graph_output():
-            graph.outputs[graph.outputs.index(product)] = whole
-            whole.name, product.name, whole.shape = product.name, whole.name, product.shape
-
-
-def _block_sums(graph: ir.Graph, inputs: int, block: int, dtype: ir.DataType) -> ir.Value:
-    sums = ir.Tensor(block_sums(inputs, block).astype(dtype.numpy()))
-    return graphs.initializer(graph, f"quantization.blocks.{inputs}.{block}", sums)
