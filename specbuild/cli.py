@@ -32,6 +32,13 @@ _KV_CACHE = click.option(
     show_default=True,
     help="Dtype of stored keys and values. auto: that of the computation.",
 )
+_CALIB_LENGTH = click.option(
+    "--calib_max_seq_length",
+    type=int,
+    default=TextOptions.length,
+    show_default=True,
+    help="Tokens of a calibration row.",
+)
 _GROUP_SIZE = click.option(
     "--group_size", type=int, help="Input channels for each scale in the integer formats. Default: 32, or less."
 )
@@ -57,13 +64,7 @@ def main(debug: bool) -> None:
 @_KV_CACHE
 @click.option("--calib_dataset", default=BUILTIN, show_default=True, metavar="FILE|builtin", help=CALIB_DATASET)
 @click.option("--calib_size", type=int, default=TextOptions.size, show_default=True, help="Most rows to calibrate on.")
-@click.option(
-    "--calib_max_seq_length",
-    type=int,
-    default=TextOptions.length,
-    show_default=True,
-    help="Tokens of a calibration row.",
-)
+@_CALIB_LENGTH
 @click.option("--max_seq_len", type=int, help="Number of positions to serve. Default: those it was trained for.")
 @click.option("--revision", help="Branch, tag or commit of a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
@@ -103,13 +104,7 @@ def convert(model_dir: str, output_dir: Path, dry_run: bool, **options: Any) -> 
 @_KV_CACHE
 @click.option("--calib_dataset", default=BUILTIN, show_default=True, metavar="FILE|builtin", help=CALIB_DATASET)
 @click.option("--calib_size", type=int, default=TextOptions.size, show_default=True, help="Most rows to calibrate on.")
-@click.option(
-    "--calib_max_seq_length",
-    type=int,
-    default=TextOptions.length,
-    show_default=True,
-    help="Tokens of a calibration row.",
-)
+@_CALIB_LENGTH
 @click.option("--quality/--no-quality", default=True, show_default=True, help="Compare with the original.")
 @click.option("--draft_dir", metavar="DIR|HUB_ID", help="A draft of the model: compare the acceptance rate too.")
 @click.option("--revision", help="Branch, tag or commit of a Hub ID.")

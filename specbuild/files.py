@@ -1,13 +1,17 @@
-"""Room on disks, and files that are never seen half written."""
+"""Room on disks, files that are never seen half written, and JSON of other tools."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from specrun.command_line import human_bytes
+from specrun.engine_dir.small_files import read_small
+from specrun.errors import CheckpointError
 from specrun.kv_cache.host_memory import free_memory
 
 
@@ -48,3 +52,14 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
     temporary = path.with_name(f"{path.name}.part")
     temporary.write_bytes(content)
     temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises CheckpointError."""
+    try:
+        data = json.loads(read_small(path))
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable JSON ({error}); download it again") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")
+    return data

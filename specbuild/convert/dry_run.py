@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from specbuild.artifacts.inspect import facts_table
@@ -33,15 +34,14 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
     with described_inputs(options) as (directories, download):
         if earlier is not None and not download:
             with stages.stage("compare with what is there"):
-                require_same(
-                    Path(options.output_dir), earlier, made_of(CONVERT, options, directories, earlier.provenance)
-                )
+                made = made_of(CONVERT, asdict(options), directories, earlier.provenance)
+                require_same(Path(options.output_dir), earlier, made)
             would_be = "left as it is: it is up to date"
         else:
             would_be = "converted" if earlier is None else "compared with the download"
         if stopped and not download:
             with stages.stage("compare with the run that has stopped"):
-                stopped.require_same(made_of(CONVERT, options, directories, stopped.made))
+                stopped.require_same(made_of(CONVERT, asdict(options), directories, stopped.made))
         with stages.stage("check checkpoint"):
             source = read_source(options, directories, stages)
         with stages.stage("lay out the model"):

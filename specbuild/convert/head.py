@@ -14,20 +14,18 @@ from specbuild.convert.verify_head import verify_head
 from specbuild.convert.write import Prepared
 from specbuild.export.features import Fusion, describe_features
 from specbuild.export.rope import pin_rope
-from specbuild.files import require_space
+from specbuild.files import read_json, require_space
 from specbuild.head_formats.dflash import DFlashHead
 from specbuild.head_formats.eagle import EagleHead, Head
 from specbuild.head_formats.medusa import MedusaHead
 from specbuild.head_formats.mtp import MtpHead
 from specbuild.heads.dflash import DFlash
-from specbuild.heads.eagle1 import Eagle1
-from specbuild.heads.eagle3 import Eagle3
+from specbuild.heads.eagle import Eagle1, Eagle3
 from specbuild.heads.medusa import Medusa
 from specbuild.heads.module import GraphModule
 from specbuild.heads.mtp import Mtp
 from specbuild.hf.model_config import eos_token_ids
 from specbuild.hf.model_facts import dtype_name, vocab_size_of
-from specbuild.json_file import read_json
 from specbuild.progress import Stages
 from specbuild.quantization.quantize_model import pack_model
 from specbuild.weights.lazy_tensors import Weight

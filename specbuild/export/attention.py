@@ -68,19 +68,18 @@ class ScatterLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.rounding is None:
-            self.keys = self._scatter(self.keys, key_states)
-            self.values = self._scatter(self.values, value_states)
+            self.keys = scatter(self.keys, key_states, self.write_indices)
+            self.values = scatter(self.values, value_states, self.write_indices)
             return self.keys, self.values
         key_rounding, value_rounding = self.rounding
-        self.keys = self._scatter(self.keys, _quantized(key_states, key_rounding, self.keys.dtype))
-        self.values = self._scatter(self.values, _quantized(value_states, value_rounding, self.values.dtype))
+        keys = _quantized(key_states, key_rounding, self.keys.dtype)
+        values = _quantized(value_states, value_rounding, self.values.dtype)
+        self.keys = scatter(self.keys, keys, self.write_indices)
+        self.values = scatter(self.values, values, self.write_indices)
         return (
             _dequantized(self.keys, key_rounding, key_states.dtype),
             _dequantized(self.values, value_rounding, value_states.dtype),
         )
-
-    def _scatter(self, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        return scatter(past, new, self.write_indices)
 
     @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -168,7 +167,6 @@ def contract_mask(
     kv_length: int,
     q_offset: torch.Tensor,
     mask_function: Callable[..., torch.Tensor],
-    device: torch.device | str = "cpu",
     **_kwargs: Any,
 ) -> torch.Tensor:
     """The model's own mask rule on index tensors: bool [B, 1, S, S_max], True where a key is seen.
@@ -176,10 +174,10 @@ def contract_mask(
     HF's mask functions compare indices, so sliding windows and chunks need no code here. ``q_offset`` is
     ``write_indices`` [B], which gives every row its own positions.
     """
-    rows = torch.arange(batch_size, device=device)[:, None, None, None]
-    heads = torch.zeros(1, dtype=torch.int64, device=device)[None, :, None, None]
-    queries = (torch.arange(q_length, device=device)[None, :] + q_offset[:, None])[:, None, :, None]
-    keys = torch.arange(kv_length, device=device)[None, None, None, :]
+    rows = torch.arange(batch_size)[:, None, None, None]
+    heads = torch.zeros(1, dtype=torch.int64)[None, :, None, None]
+    queries = (torch.arange(q_length)[None, :] + q_offset[:, None])[:, None, :, None]
+    keys = torch.arange(kv_length)[None, None, None, :]
     return mask_function(rows, heads, queries, keys)
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.onnx.ops import rotary_embedding
 
+from specbuild.export.swaps import Swap
+
 NAMES = ["xq", "xk", "freqs_cis"]
 
 
@@ -39,13 +41,11 @@ def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tens
     return torch.stack([torch.cos(turns), torch.sin(turns)], dim=-1) * float(self.attention_scaling)
 
 
-def complex_rope_swaps(model: nn.Module, files: Sequence[Any]) -> list[tuple[Any, str, Callable[..., Any]]]:
+def complex_rope_swaps(model: nn.Module, files: Sequence[Any]) -> list[Swap]:
     """What stands in the classes of ``model`` and in its modelling ``files`` during the export."""
     name = "apply_rotary_emb"
     classes = {type(part): part for part in model.modules() if type(part).__name__.endswith("RotaryEmbedding")}
-    swaps: list[tuple[Any, str, Callable[..., Any]]] = [
-        (kind, "forward", angles) for kind, sample in classes.items() if _same_angles(sample)
-    ]
+    swaps: list[Swap] = [(kind, "forward", angles) for kind, sample in classes.items() if _same_angles(sample)]
     if swaps:
         for file in files:
             original = getattr(file, name, None)

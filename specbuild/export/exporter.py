@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import onnx_ir as ir
@@ -24,6 +24,7 @@ from specbuild.export.fused import fused_operators
 from specbuild.export.model_memory import ModelMemory
 from specbuild.export.query_scales import by_position
 from specbuild.export.recurrent import Progress, RecurrentStates
+from specbuild.export.swaps import swapped
 from specbuild.export.type_promotion import promoted_where_needed
 from specbuild.weights.kv_cache import CODE_TYPES, CacheRounding
 from specrun.engine_dir.cache_tensors import CacheTensor, StateTensor
@@ -205,23 +206,18 @@ def _implementation(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def _bare_traces() -> Iterator[None]:
     """While it is open, torch keeps no notes for debugging, and writes no unused code."""
-    before = getattr(torch.fx.config, "do_not_emit_stack_traces", False)  # Another release may not ask.
-    torch.fx.config.do_not_emit_stack_traces = True  # Of each node, where its code stands.
-    # The cache of what operators yield costs more than it saves where dimensions are symbols.
-    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), _code_on_demand():
-        try:
-            yield
-        finally:
-            torch.fx.config.do_not_emit_stack_traces = before
-
-
-def _code_on_demand() -> AbstractContextManager[None]:
-    """A context in which torch writes Python code for a graph when it is called, and not whenever it changes."""
-    try:
+    code_on_demand: AbstractContextManager[None] = nullcontext()
+    with suppress(ImportError):  # Another release of torch has other internals; it takes the longer way.
         from torch.fx._lazy_graph_module import _use_lazy_graph_module
-    except ImportError:  # Another release of torch has other internals; it takes the longer way.
-        return nullcontext()
-    return _use_lazy_graph_module(True)
+
+        code_on_demand = _use_lazy_graph_module(True)  # It is written when a graph is called.
+    with (
+        swapped((torch.fx.config, "do_not_emit_stack_traces", True)),  # Of each node, where its code stands.
+        # The cache of what operators yield costs more than it saves where dimensions are symbols.
+        torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+        code_on_demand,
+    ):
+        yield
 
 
 @contextmanager
@@ -231,8 +227,7 @@ def _quiet() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.onnx.ops import rotary_embedding, symbolic
 from specbuild.export.attention import gather_logits_positions
 from specbuild.export.complex_rope import complex_rope_swaps
 from specbuild.export.recurrent import recurrent_functions
+from specbuild.export.swaps import Swap, swapped
 
 
 @contextmanager
@@ -26,28 +27,17 @@ def fused_operators(model: nn.Module) -> Iterator[list[str]]:
     """While active, ``model`` computes RoPE and RMSNorm through ONNX operators. Yields what was replaced."""
     files = modeling_files(model)
     rope = [*_rope_swaps(files), *complex_rope_swaps(model, files)]
-    swaps = [*rope, *_norm_swaps(model), *_logits_swaps(files)]
-    with ExitStack() as undo:
-        undo.enter_context(recurrent_functions(files))
-        for owner, name, replacement in swaps:
-            undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, replacement)
+    keep = "slice_logits_to_keep"
+    logits: list[Swap] = [(file, keep, gather_logits_positions) for file in files if hasattr(file, keep)]
+    swaps = [*rope, *_norm_swaps(model), *logits]
+    with recurrent_functions(files), swapped(*swaps):
         yield [f"{owner.__name__}.{name}" for owner, name, _ in swaps]
-
-
-Swap = tuple[Any, str, Callable[..., Any]]
-"""Owner, attribute name, what stands there during the export."""
 
 
 def modeling_files(model: nn.Module) -> list[Any]:
     """The Python modules that the parts of ``model`` come from."""
     names = {type(part).__module__ for part in model.modules()}
     return [sys.modules[name] for name in sorted(names) if not name.startswith("torch.")]
-
-
-def _logits_swaps(files: list[Any]) -> list[Swap]:
-    name = "slice_logits_to_keep"
-    return [(file, name, gather_logits_positions) for file in files if hasattr(file, name)]
 
 
 # RoPE
@@ -78,7 +68,7 @@ def _rope_swaps(files: list[Any]) -> list[Swap]:
     swaps: list[Swap] = []
     for file in files:
         original: Any = getattr(file, name, None)
-        if _takes_qk(original):
+        if original is not None and list(inspect.signature(original).parameters)[:4] == QK:
             candidates = ((_rope, 2), (_rope_in_dtype_of_q, 2), (_rope_of_halves, 1))
             fits = [rope for rope, halves in candidates if _same_rope(original, rope, halves)]
             swaps += [(file, name, _where_heads_come_first(original, rope)) for rope in fits[:1]]
@@ -96,10 +86,6 @@ def _where_heads_come_first(original: Callable[..., Any], rope: Callable[..., An
         return rope(*(given[name] for name in QK))
 
     return chosen
-
-
-def _takes_qk(function: Any) -> bool:
-    return function is not None and list(inspect.signature(function).parameters)[:4] == QK
 
 
 def _same_rope(original: Callable[..., Any], rope: Callable[..., Any], halves: int) -> bool:

@@ -19,6 +19,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 from typing_extensions import override
 
+from specbuild.export.swaps import swapped
 from specbuild.graph.recurrent import CONVOLUTION, DOMAIN, RULES
 from specrun.engine_dir.cache_tensors import StateTensor
 from specrun.errors import UnsupportedModelError
@@ -55,11 +56,6 @@ class RecurrentStates:
     """Number of the layer, for the recorded tensors."""
     convolutions: int = 0
     """Number of convolutions computed so far in this pass."""
-
-    @property
-    def has_state(self) -> bool:
-        """Whether the layer keeps more than the inputs of convolutions."""
-        return any(tensor.part == "state" for tensor in self.tensors)
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The causal convolution of x [B, C, S] with weight [C, K], over what went before too."""
@@ -139,7 +135,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **_kwargs: Any
     ) -> torch.Tensor:
-        if self.states.progress is None and not self.states.has_state:
+        if self.states.progress is None and not any(tensor.part == "state" for tensor in self.states.tensors):
             raise UnsupportedModelError("its recurrent layers update their states by a rule that is not known")
         return recurrent_states
 
@@ -243,13 +239,8 @@ SWAPS: dict[str, Callable[..., Any]] = {
 @contextmanager
 def recurrent_functions(files: Sequence[Any]) -> Iterator[None]:
     """While active, the modelling ``files`` call the functions above in place of their own."""
-    swapped = [(file, name) for file in files for name in SWAPS if hasattr(file, name)]
-    before = [getattr(file, name) for file, name in swapped]
-    for file, name in swapped:
-        setattr(file, name, SWAPS[name])
-    try:
-        yield
-    finally:
-        for (file, name), own in zip(swapped, before, strict=True):
-            setattr(file, name, own)
-        _active.clear()
+    with swapped(*((file, name, own) for file in files for name, own in SWAPS.items() if hasattr(file, name))):
+        try:
+            yield
+        finally:
+            _active.clear()

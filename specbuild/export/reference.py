@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
@@ -76,13 +77,19 @@ def reference_logits(
     fusion: of the features that a head wants.
     Raises VerificationError where they are not finite.
     """
-    steps = _steps_within(max_seq_len)
+    steps, used = [], 0
+    for step in STEPS:  # Those that fit.
+        used += max(step)
+        if used > max_seq_len:
+            break
+        steps.append(step)
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, vocab_size, (2, sum(max(step) for step in steps)), dtype=np.int64)
     with torch.no_grad(), Float32(), watched(model, fusion) as fused:
         output = model(input_ids=torch.from_numpy(tokens), use_cache=False)
         features = finite(fused().numpy(), "the features for the head") if fusion else None
-    return Reference(tokens, finite(output.logits.float().numpy(), "the model's own logits"), steps, features=features)
+    logits = finite(output.logits.float().numpy(), "the model's own logits")
+    return Reference(tokens, logits, tuple(steps), features=features)
 
 
 def far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int) -> Reference | None:
@@ -93,7 +100,8 @@ def far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int) -> 
     Raises VerificationError where the logits are not finite.
     """
     config = model.config.get_text_config()
-    ropes = _rope_parameters(config)
+    rope = getattr(config, "rope_parameters", None) or {}  # Of the whole model, or of each type of layers.
+    ropes = [rope] if "rope_type" in rope else [own for own in rope.values() if isinstance(own, dict)]
     windows = {getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
     switches = {rope.get("original_max_position_embeddings") for rope in ropes if rope.get("rope_type") == "longrope"}
     reached = [n for n in windows | switches if isinstance(n, int) and 0 < n <= max_seq_len - _FAR_TOKENS - 2]
@@ -162,23 +170,6 @@ class _MadeUpLayer(DynamicLayer):
         )
 
 
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Of the whole model, or of each type of layers."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return [parameters] if "rope_type" in parameters else [own for own in parameters.values() if isinstance(own, dict)]
-
-
-def _steps_within(max_seq_len: int) -> tuple[tuple[int, int], ...]:
-    """The steps that fit into ``max_seq_len`` positions."""
-    steps, used = [], 0
-    for step in STEPS:
-        used += max(step)
-        if used > max_seq_len:
-            break
-        steps.append(step)
-    return tuple(steps)
-
-
 _SHAPES = {
     *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex")),
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "device", "is_meta", "requires_grad")),
@@ -227,15 +218,12 @@ class Float32(TorchFunctionMode):
             row = placeholder(source.row(int(args[1])))
             row.part_of = (args[0], int(args[1]))  # type: ignore[attr-defined]
             return row
-        return func(*_wide(args), **_wide(kwargs))
+        args, kwargs = tree_map(_wide, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _wide(value: Any) -> Any:
-    """Parameters as float32, those of a meta model read from its checkpoint."""
-    if isinstance(value, tuple | list):
-        return type(value)(_wide(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _wide(item) for key, item in value.items()}
+    """A parameter as float32, one of a meta model read from its checkpoint; other values as they are."""
     if not isinstance(value, nn.Parameter) or not value.is_floating_point():
         return value
     source = getattr(value, "source", None)

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.graph import ops as graphs
+from specbuild.weights.packed import lazy
 from specrun.errors import UnsupportedModelError
 
 _ELEMENTWISE = {"Add", "Cast", "Div", "Mul", "Tanh"}
@@ -97,10 +98,7 @@ def _chosen_constant(graph: ir.Graph, value: ir.Value, tokens: Tokens, vocab_siz
     axis = min(axis, len(sizes) - 1)
     if axis < 0 or sizes[axis] != vocab_size:
         return value
-
-    def chosen() -> ir.TensorProtocol:
-        return ir.Tensor(np.take(np.asarray(stored.numpy()), tokens, axis=axis), dtype=stored.dtype)
-
     sizes[axis] = len(tokens)
     name = f"{value.name}.drafted"
-    return graphs.initializer(graph, name, ir.LazyTensor(chosen, stored.dtype, ir.Shape(sizes), name=name))
+    chosen = lazy(stored.dtype, sizes, lambda: np.take(stored.numpy(), tokens, axis=axis), name)
+    return graphs.initializer(graph, name, chosen)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
-from specbuild.weights.packed import as_float32, block_sums, times_units
+from specbuild.weights.packed import as_float32, block_sums, lazy, times_units
 
 
 def make_numbers_of_scales(model: ir.Model) -> None:
@@ -35,13 +36,11 @@ def _numbers(
     axis = node.attributes.get_int("axis", 1)
     channels = 1 - axis if "block_size" in node.attributes else axis
 
-    def numbers() -> ir.TensorProtocol:
-        product = times_units(as_float32(codes), as_float32(units), channels)
-        return ir.Tensor(product.astype(dtype.numpy()), dtype=dtype)
+    def numbers() -> npt.NDArray[Any]:
+        return times_units(as_float32(codes), as_float32(units), channels).astype(dtype.numpy())
 
     name = f"{node.outputs[0].name}.{dtype.name.lower()}"
-    lazy = ir.LazyTensor(numbers, dtype, ir.Shape(list(codes.shape.numpy())), name=name)
-    return graphs.initializer(graph, name, lazy)
+    return graphs.initializer(graph, name, lazy(dtype, codes.shape.numpy(), numbers, name))
 
 
 class Added(NamedTuple):

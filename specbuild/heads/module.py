@@ -1,4 +1,4 @@
-"""A draft head as a torch module, and behind the graph contract; formulae are in ``eagle3.py``, ``eagle1.py``, ..."""
+"""A draft head as a torch module, and behind the graph contract; formulae are in ``eagle.py``, ``dflash.py``, ..."""
 
 from __future__ import annotations
 
@@ -216,11 +216,7 @@ class HeadModule(LayerModule, ChainModule):
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Any
     ) -> torch.Tensor:
-        how = {
-            "position_embeddings": self.rotary(hidden, positions),
-            "attention_mask": mask,
-            "past_key_values": cache,
-        }
+        how = {"position_embeddings": self.rotary(hidden, positions), "attention_mask": mask, "past_key_values": cache}
         first, *others = self.layers
         y = self.run_first(first, self.embed_tokens(input_ids), hidden, how)
         for layer in others:

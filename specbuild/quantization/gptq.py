@@ -117,11 +117,7 @@ def _factor(hessian: torch.Tensor) -> torch.Tensor:
 
 
 def round_with_feedback(
-    weight: torch.Tensor,
-    block: int,
-    parts: list[tuple[slice, torch.Tensor]],
-    grid: Grid,
-    squares: torch.Tensor,
+    weight: torch.Tensor, block: int, parts: list[tuple[slice, torch.Tensor]], grid: Grid, squares: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """weight [N, K] -> codes [K, N] int8 of the grid; scales and minima [N, K / block].
 

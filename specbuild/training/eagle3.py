@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from specbuild.export.features import Fusion, decoder_layers
+from specbuild.files import read_json
 from specbuild.head_formats.detect import read_head
 from specbuild.head_formats.eagle import EagleHead
 from specbuild.head_formats.pickled import LoadedTensor
-from specbuild.heads.eagle3 import Eagle3
+from specbuild.heads.eagle import Eagle3
 from specbuild.hf.model_facts import plain, vocab_size_of
-from specbuild.json_file import read_json
 from specbuild.training.attention import NAME, ChainKeys
 from specbuild.training.options import TrainOptions
 from specbuild.training.student import Student, materialise

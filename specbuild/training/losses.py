@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -32,11 +33,8 @@ class Score:
 
     def add(self, other: Score) -> None:
         """Count another batch, too."""
-        for name in ("divergence", "positions", "reached", "accepted"):
-            mine, more = getattr(self, name), getattr(other, name)
-            length = max(len(mine), len(more))
-            both = zip(*(one + [0] * (length - len(one)) for one in (mine, more)), strict=True)
-            setattr(self, name, [a + b for a, b in both])
+        for name, mine in vars(self).items():
+            setattr(self, name, [a + b for a, b in zip_longest(mine, getattr(other, name), fillvalue=0)])
 
     @property
     def loss(self) -> float:

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from specbuild.export.features import Fusion
+from specbuild.files import read_json
 from specbuild.head_formats.detect import read_head
 from specbuild.head_formats.medusa import FILE_NAME, MedusaHead
 from specbuild.heads.medusa import Medusa
-from specbuild.json_file import read_json
 from specbuild.training.student import Student, materialise
 from specrun.engine_dir.config import CONFIG_NAME
 

@@ -12,13 +12,13 @@ from specbuild.files import require_space
 from specbuild.hf.hub import locate
 from specbuild.hf.model_config import read_model_config, save_generation_config, save_tokenizer
 from specbuild.hf.model_facts import positions_of, require_packages, vocab_size_of
-from specbuild.json_file import read_json
 from specbuild.progress import Stages, peak_memory
+from specbuild.quantized_formats.config.schemes import require_dense
 from specbuild.training.options import TrainOptions
 from specbuild.weights.safetensors_files import check_weights, require_layers
 from specrun.command_line import human_bytes
 from specrun.engine_dir.directories import new_directory, require_free
-from specrun.errors import BackendError, BuildConfigError, CheckpointError, UnsupportedModelError, first_line
+from specrun.errors import BackendError, BuildConfigError, CheckpointError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
     directory = locate(options.model, options.revision, code=options.trust_remote_code)
     with stages.stage("check checkpoint"):
         config = read_model_config(directory, options.trust_remote_code)
-        _require_dense(directory)
+        require_dense(directory, "train on the checkpoint that it was made of: the draft fits both")
         require_layers(directory, config, check_weights(directory))
     import torch
 
@@ -120,17 +120,6 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
         f"{human_bytes(peak_memory())}"
     )
     return record
-
-
-def _require_dense(directory: Path) -> None:
-    """Raise UnsupportedModelError where weights are quantized."""
-    from specbuild.quantized_formats.config.schemes import read_scheme
-
-    if scheme := read_scheme(directory, read_json(directory / "config.json")):
-        raise UnsupportedModelError(
-            f"{scheme.path}: weights are quantized ({scheme.method}); train on the checkpoint that it was made of: the "
-            "draft fits both"
-        )
 
 
 def _device(name: str | None) -> torch.device:

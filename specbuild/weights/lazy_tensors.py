@@ -146,7 +146,12 @@ class Weight:
         given = () if index is ... else index if isinstance(index, tuple) else (index,)
         whole = (*given, *[slice(None)] * (len(self.shape) - len(given)))
         part = self.reader.read(whole, self.dtype)
-        self._require_finite(part)
+        pieces = torch.split(part.reshape(-1), _PART // part.itemsize) if part.is_floating_point() else ()
+        for piece in pieces:
+            if piece.numel() and not all(math.isfinite(end) for end in torch.aminmax(piece)):
+                raise CheckpointError(
+                    f"{self.directory}: the weights in {self.name} are not finite (NaN or inf); download them again"
+                )
         return part
 
     @property
@@ -157,15 +162,6 @@ class Weight:
     def row(self, number: int) -> Weight:
         """One of its parts along the first axis: an expert."""
         return replace(self, reader=_Row(self.reader, number % self.shape[0]))
-
-    def _require_finite(self, part: torch.Tensor) -> None:
-        if not part.is_floating_point():
-            return
-        for piece in torch.split(part.reshape(-1), _PART // part.itemsize):
-            if piece.numel() and not all(math.isfinite(end) for end in torch.aminmax(piece)):
-                raise CheckpointError(
-                    f"{self.directory}: the weights in {self.name} are not finite (NaN or inf); download them again"
-                )
 
 
 class _Row(NamedTuple):

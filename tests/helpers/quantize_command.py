@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from specbuild.export.meta_model import MetaModel, load_meta_model
+from specbuild.files import read_json
 from specbuild.hf.model_config import read_model_config
-from specbuild.json_file import read_json
 from specbuild.quantization.calibration_data import TextOptions
 from specbuild.quantize.quantize import QuantizeOptions, quantize
 from specbuild.quantized_formats.config.schemes import read_scheme

@@ -24,7 +24,7 @@ from specbuild.compilers.cpu.wanted import take_wanted_tokens_first
 from specbuild.graph import ops as graphs
 from specbuild.graph.scales import make_numbers_of_scales
 from specbuild.graph.untie import untie_heads
-from specbuild.weights.packed import Floats, as_float32
+from specbuild.weights.packed import Floats, as_float32, lazy
 
 BLOCK = 32
 """Input channels that share a scale in 8-bit weights that are made of float8."""
@@ -104,13 +104,9 @@ def _replace_codes(node: ir.Node, read: Callable[[_Weight], _Recoded]) -> None:
     rows, columns = (int(size) for size in weight.codes.shape)  # type: ignore[arg-type]
     parts = (("int8", ir.DataType.INT8, rows), ("scales", ir.DataType.FLOAT, -(-rows // block)))
     for index, (role, dtype, length) in enumerate(parts):
-
-        def part(index: int = index) -> ir.TensorProtocol:
-            return ir.tensor(read(weight)[index])
-
         name = f"{codes.name}.{role}"
-        lazy = ir.LazyTensor(part, dtype, ir.Shape([length, columns]), name=name)
-        node.replace_input_with(index, graphs.initializer(graphs.graph_of(node), name, lazy))
+        part = lazy(dtype, [length, columns], functools.partial(lambda index: read(weight)[index], index), name)
+        node.replace_input_with(index, graphs.initializer(graphs.graph_of(node), name, part))
     node.attributes["axis"] = ir.AttrInt64("axis", 0)
     node.attributes["block_size"] = ir.AttrInt64("block_size", block)
 

@@ -19,7 +19,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.graph import ops as graphs
 from specbuild.graph.scales import add_offsets, added_to, constant, make_numbers_of_scales
-from specbuild.weights.packed import as_float32
+from specbuild.weights.packed import as_float32, lazy
 from specrun.errors import BuildError
 
 FLOAT4_BLOCK = 16
@@ -161,11 +161,9 @@ def _give_channels_one_scale(
     scale_shape = [1 if number == axis else size for number, size in enumerate(shape) if is_experts or number != axis]
 
     def made(role: str, index: int, dtype: ir.DataType, sizes: list[int]) -> ir.Value:
-        def part() -> ir.TensorProtocol:
-            return ir.Tensor(read(stored, steps, block, axis)[index].reshape(sizes), dtype=dtype)
-
         name = f"{codes.name}.by_channel.{role}"
-        return graphs.initializer(graph, name, ir.LazyTensor(part, dtype, ir.Shape(sizes), name=name))
+        part = lazy(dtype, sizes, lambda: read(stored, steps, block, axis)[index].reshape(sizes), name)
+        return graphs.initializer(graph, name, part)
 
     new = made("codes", 0, stored.dtype, shape), made("scales", 1, steps.dtype, scale_shape)
     for other in [use.node for use in codes.uses()]:
@@ -260,19 +258,17 @@ def _turn(graph: ir.Graph, node: ir.Node) -> bool:
     old = np.asarray(0 if zeros is None else zeros.numpy()).astype(np.int16)
     points = np.broadcast_to(np.where(is_negative, ends - old, old) if ends else old, is_negative.shape)
 
-    def turned() -> ir.TensorProtocol:
+    def turned() -> npt.NDArray[Any]:
         integers = np.asarray(stored.numpy()).astype(np.int16)
 
         def spread(groups: npt.NDArray[Any]) -> npt.NDArray[Any]:
             return np.repeat(groups, block, axis=axis).take(range(integers.shape[axis]), axis)
 
         codes = np.where(spread(is_negative), ends - integers, np.where(spread(is_zero), spread(points), integers))
-        return ir.Tensor(codes.astype(stored.dtype.numpy()), dtype=stored.dtype)
+        return codes.astype(stored.dtype.numpy())
 
-    shape = ir.Shape(list(stored.shape.numpy()))
-    node.replace_input_with(
-        0, graphs.initializer(graph, f"{codes.name}.turned", ir.LazyTensor(turned, stored.dtype, shape))
-    )
+    own = lazy(stored.dtype, stored.shape.numpy(), turned)
+    node.replace_input_with(0, graphs.initializer(graph, f"{codes.name}.turned", own))
     node.attributes.pop("output_dtype", None)
     positive = ir.Tensor(np.where(is_zero, 1, np.abs(numbers)).astype(dtype.numpy()), dtype=dtype)
     node.replace_input_with(1, graphs.initializer(graph, f"{codes.name}.positive_scales", positive))
@@ -295,28 +291,26 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
     *experts, rows, columns = (int(size) for size in stored.shape.numpy())
     block = node.attributes.get_int("block_size", rows)
 
-    def signed() -> ir.TensorProtocol:
-        moved = np.asarray(stored.numpy()).astype(np.int16) - middle
-        return ir.Tensor(moved.astype(kind.numpy()), dtype=kind)
+    def signed() -> npt.NDArray[Any]:
+        return (np.asarray(stored.numpy()).astype(np.int16) - middle).astype(kind.numpy())
 
     dtype = node.outputs[0].dtype or steps.dtype
 
-    def offsets(others: ir.TensorProtocol | None = None) -> ir.TensorProtocol:
+    def offsets(others: ir.TensorProtocol | None = None) -> npt.NDArray[Any]:
         weights = (middle - as_float32(zeros)) * as_float32(steps)
         weights = weights if others is None else weights + as_float32(others)
-        return ir.Tensor(weights.reshape(*experts, -1, columns).astype(dtype.numpy()))
+        return weights.reshape(*experts, -1, columns).astype(dtype.numpy())
 
-    shape = ir.Shape([*experts, rows, columns])
-    value = graphs.initializer(graph, f"{codes.name}.signed", ir.LazyTensor(signed, kind, shape))
-    small = ir.Shape([*experts, -(-rows // block), columns])
-    moved = graphs.initializer(graph, f"{codes.name}.offsets", ir.LazyTensor(offsets, dtype, small))
+    value = graphs.initializer(graph, f"{codes.name}.signed", lazy(kind, stored.shape.numpy(), signed))
+    small = [*experts, -(-rows // block), columns]
+    moved = graphs.initializer(graph, f"{codes.name}.offsets", lazy(dtype, small, offsets))
     node.replace_input_with(0, value)
     node.resize_inputs(2)
     for number, reader in enumerate(readers):
         added = added_to(reader)
         others = constant(added.product.inputs[1]) if added is not None else None
         if added is not None and others is not None and added.are_offsets(reader.inputs[0], rows, block):
-            both = ir.LazyTensor(functools.partial(offsets, others), dtype, small)
+            both = lazy(dtype, small, functools.partial(offsets, others))
             added.product.replace_input_with(1, graphs.initializer(graph, f"{codes.name}.{number}.offsets", both))
             continue
         shift = add_offsets(graph, reader, moved, rows, block, f"{codes.name}.{number}")

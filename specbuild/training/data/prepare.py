@@ -46,22 +46,19 @@ class PrepareOptions:
             if (value := getattr(self, name)) is not None and value < least:
                 raise BuildConfigError(f"--{name} {value}: expected at least {least}")
 
-    @property
-    def answerer(self) -> Answerer:
-        """Who answers."""
-        sampling = Sampling(self.max_output_len, self.temperature, self.seed)
-        if self.engine_dir is not None:
-            return partial(answer_with_engines, self.engine_dir, self.draft_engine_dir, sampling)
-        assert self.server is not None
-        return partial(answer_with_server, self.server, self.model, self.concurrency or 16, sampling)
-
 
 def prepare_data(options: PrepareOptions, stages: Stages) -> int:
     """Answer a file of prompts. Returns how many have no answer.
 
     Raises SpecError; what was answered before stands, and ``resume`` goes on with it.
     """
-    return answer_file(options.prompts, options.output_file, options.resume, options.answerer, stages)
+    sampling = Sampling(options.max_output_len, options.temperature, options.seed)
+    if options.server is not None:
+        answer = partial(answer_with_server, options.server, options.model, options.concurrency or 16, sampling)
+    else:
+        assert options.engine_dir is not None
+        answer = partial(answer_with_engines, options.engine_dir, options.draft_engine_dir, sampling)
+    return answer_file(options.prompts, options.output_file, options.resume, answer, stages)
 
 
 def answer_file(prompts: Path, output: Path, resume: bool, answer: Answerer, stages: Stages) -> int:
