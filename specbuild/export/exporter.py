@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 import torch._dynamo.config
-from torch import nn
+from torch import Tensor, nn
 from torch.export import Dim
 from transformers import PreTrainedModel
 from typing_extensions import override
@@ -63,12 +63,12 @@ class ContractModule(nn.Module):
     @override
     def forward(
         self,
-        input_ids: torch.Tensor,
-        write_indices: torch.Tensor,
-        logits_indices: torch.Tensor,
-        past: list[torch.Tensor],
-        recurrent: Sequence[torch.Tensor] = (),
-    ) -> tuple[torch.Tensor, ...]:
+        input_ids: Tensor,
+        write_indices: Tensor,
+        logits_indices: Tensor,
+        past: list[Tensor],
+        recurrent: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, ...]:
         """recurrent: ``state_indices``, ``keep_indices`` and the states; empty where no layer is recurrent."""
         keys_and_values = past[:-1] if self.fusion else past
         states = self._states(write_indices, recurrent)
@@ -88,7 +88,7 @@ class ContractModule(nn.Module):
         left = [states[tensor.layer].present[tensor.part] for tensor in self.memory.states]
         return (output.logits.float(), *cache.present(), *features, *left)
 
-    def _states(self, write_indices: torch.Tensor, recurrent: Sequence[torch.Tensor]) -> dict[int, RecurrentStates]:
+    def _states(self, write_indices: Tensor, recurrent: Sequence[Tensor]) -> dict[int, RecurrentStates]:
         """What each recurrent layer keeps."""
         states: dict[int, RecurrentStates] = {}
         for description, tensor in zip(self.memory.states, recurrent[2:], strict=True):

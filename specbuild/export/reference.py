@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -42,7 +42,7 @@ FAR_STEPS = ((4,), (1,), (1,))
 """New tokens of the one row in each call behind a long text."""
 _FAR_TOKENS = sum(step for (step,) in FAR_STEPS)
 
-SeeInput = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
+SeeInput = Callable[[nn.Parameter, Tensor], Tensor]
 """Takes a weight and what it is to be multiplied by, [.., K]; gives what it is multiplied by. See ``part_of``."""
 
 SLICE = 1 << 23
@@ -160,7 +160,7 @@ class _MadeUpLayer(DynamicLayer):
         return self.reference.start
 
     @override
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """Keys and values with new ones behind them; the new ones are not kept."""
         names = past_names(self.info.layers)[2 * self.layer : 2 * self.layer + 2]
         made = (made_up_cache(self.info, self.reference, name, self.reference.start) for name in names)
@@ -171,12 +171,12 @@ class _MadeUpLayer(DynamicLayer):
 
 
 _SHAPES = {
-    *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "device", "is_meta", "requires_grad")),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex")),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "is_meta", "requires_grad")),
 }
 """Functions of a weight that do not read its numbers."""
-_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-_DTYPE = getattr(torch.Tensor, "dtype").__get__  # noqa: B009 (mypy takes it for a dtype)
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_DTYPE = getattr(Tensor, "dtype").__get__  # noqa: B009 (mypy takes it for a dtype)
 
 
 def asks_shape(func: Any) -> bool:
@@ -214,7 +214,7 @@ class Float32(TorchFunctionMode):
             args = (self.see_input(args[1], args[0]), args[1])
         if func is functional.embedding and source:
             return _embedding(args[0], getattr(args[1], "lookup", source))
-        if func is torch.Tensor.__getitem__ and (source := getattr(args[0], "source", None)) and _is_row(args[1]):
+        if func is Tensor.__getitem__ and (source := getattr(args[0], "source", None)) and _is_row(args[1]):
             row = placeholder(source.row(int(args[1])))
             row.part_of = (args[0], int(args[1]))  # type: ignore[attr-defined]
             return row
@@ -230,7 +230,7 @@ def _wide(value: Any) -> Any:
     return _read(source, slice(None)) if source else value.float()
 
 
-def _read(source: Weight, rows: slice) -> torch.Tensor:
+def _read(source: Weight, rows: slice) -> Tensor:
     """Rows in float32; the narrower original is never there as a whole."""
     first, last, _ = rows.indices(source.shape[0])
     wide = torch.empty(last - first, *source.shape[1:])
@@ -240,19 +240,17 @@ def _read(source: Weight, rows: slice) -> torch.Tensor:
     return wide
 
 
-def _linear(x: torch.Tensor, source: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(x: Tensor, source: Weight, bias: Tensor | None = None) -> Tensor:
     step = max(1, SLICE // source.shape[1])
     slices = (_read(source, slice(row, row + step)) for row in range(0, source.shape[0], step))
     output = torch.cat([functional.linear(x.float(), part) for part in slices], dim=-1)
     return output if bias is None else output + bias.float()
 
 
-def _embedding(ids: torch.Tensor, source: Weight) -> torch.Tensor:
+def _embedding(ids: Tensor, source: Weight) -> Tensor:
     rows, places = torch.unique(ids, return_inverse=True)
     return torch.cat([_read(source, slice(row, row + 1)) for row in rows.tolist()])[places]
 
 
 def _is_row(index: object) -> bool:
-    return isinstance(index, int) or (
-        isinstance(index, torch.Tensor) and index.dim() == 0 and index.dtype != torch.bool
-    )
+    return isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0 and index.dtype != torch.bool)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from specbuild.graph.ops import BATCH, CACHE, SEQUENCE, initializer
+from specbuild.graph.ops import BATCH, CACHE, SEQUENCE, constant
 from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
 
 Array = npt.NDArray[Any]
@@ -152,7 +152,7 @@ def _row_lengths(model: ir.Model) -> ir.Value:
     ONNX Runtime knows S on the host. A copy to the GPU could not be captured; a range of one number is made there.
     """
     inputs = {value.name: value for value in model.graph.inputs}
-    beyond = initializer(model.graph, "row_lengths.beyond", ir.tensor(np.array(1 << 40, np.int64)))
+    beyond = constant(model.graph, "row_lengths.beyond", 1 << 40)
     size = ir.node("Shape", [inputs[INPUT_IDS]], {"start": 1, "end": 2}, name="row_lengths.size")
     number = ir.node("Squeeze", size.outputs, name="row_lengths.number")
     tokens = ir.node("Range", [number.outputs[0], beyond, beyond], name="row_lengths.tokens")

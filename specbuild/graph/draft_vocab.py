@@ -6,8 +6,6 @@ quarter of all bytes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -40,12 +38,9 @@ def keep_logits(model: ir.Model, tokens: Tokens, vocab_size: int) -> None:
     _narrow(graph, logits, tokens, vocab_size)
     slots = np.full(vocab_size, len(tokens), np.int64)
     slots[tokens] = np.arange(len(tokens))
-    constants: dict[str, npt.NDArray[Any]] = {
-        "draft_vocab.pads": np.array([0, 0, 0, 0, 0, 1], np.int64),
-        "draft_vocab.never": np.array(-np.inf, np.float32),
-        "draft_vocab.slots": slots,
-    }
-    pads, never, places = (graphs.initializer(graph, name, ir.Tensor(array)) for name, array in constants.items())
+    pads = graphs.constant(graph, "draft_vocab.pads", [0, 0, 0, 0, 0, 1])
+    never = graphs.constant(graph, "draft_vocab.never", np.float32(-np.inf))
+    places = graphs.constant(graph, "draft_vocab.slots", slots)
     name, kind, shape = logits.name, logits.type, logits.shape
     logits.name, logits.shape = "drafted_logits", None
     padded = ir.node("Pad", [logits, pads, never], name="draft_vocab.pad")

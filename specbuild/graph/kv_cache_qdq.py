@@ -156,13 +156,12 @@ def _longer(graph: ir.Graph, mask: ir.Value, before: ir.Node, cache_length: int,
         nodes.append(made)
         return made.outputs[0]
 
-    def constant(role: str, numbers: list[int]) -> ir.Value:
-        array = np.array(numbers, np.int64)
-        return graphs.initializer(graph, f"kv_cache.{role}", ir.Tensor(array, name=f"kv_cache.{role}"))
+    def constant(role: str, numbers: npt.ArrayLike) -> ir.Value:
+        return graphs.constant(graph, f"kv_cache.{role}", np.asarray(numbers, np.int64))
 
     inputs = {value.name: value for value in graph.inputs}
     integer, boolean = ir.DataType.INT64, ir.DataType.BOOL
-    positions = constant("positions", list(range(cache_length)))
+    positions = constant("positions", np.arange(cache_length))
     start = add("Unsqueeze", integer, inputs[WRITE_INDICES], constant("rows", [1, 2, 3]))
     old = add("Less", boolean, positions, start)
     batch = add("Shape", integer, inputs[INPUT_IDS], start=0, end=1)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 BATCH, SEQUENCE, KEPT, CACHE = "batch", "sequence", "logits", "cache_length"
@@ -65,6 +66,11 @@ def initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Val
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
         graph.register_initializer(value)
     return graph.initializers[name]
+
+
+def constant(graph: ir.Graph, name: str, numbers: npt.ArrayLike) -> ir.Value:
+    """``initializer`` of these numbers."""
+    return initializer(graph, name, ir.tensor(np.asarray(numbers), name=name))
 
 
 def constant_factors(value: ir.Value) -> Iterator[ir.TensorProtocol]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from specbuild.heads.module import HeadModule
@@ -32,10 +32,8 @@ class Eagle1(HeadModule):
         first.input_layernorm = nn.Identity()
 
     @override
-    def run_first(
-        self, layer: Any, embedded: torch.Tensor, hidden: torch.Tensor, how: Mapping[str, Any]
-    ) -> torch.Tensor:
-        y: torch.Tensor = layer(self.fc(torch.cat([embedded, hidden], dim=-1)), **how)
+    def run_first(self, layer: Any, embedded: Tensor, hidden: Tensor, how: Mapping[str, Any]) -> Tensor:
+        y: Tensor = layer(self.fc(torch.cat([embedded, hidden], dim=-1)), **how)
         return y
 
 
@@ -63,12 +61,10 @@ class Eagle3(HeadModule):
             setattr(first.self_attn, name, wide)
 
     @override
-    def run_first(
-        self, layer: Any, embedded: torch.Tensor, hidden: torch.Tensor, how: Mapping[str, Any]
-    ) -> torch.Tensor:
+    def run_first(self, layer: Any, embedded: Tensor, hidden: Tensor, how: Mapping[str, Any]) -> Tensor:
         normed = layer.hidden_norm(hidden)
         both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
         attended, _ = layer.self_attn(hidden_states=both, **how)
         middle = (normed if self.head.norm_before_residual else hidden) + attended
-        y: torch.Tensor = middle + layer.mlp(layer.post_attention_layernorm(middle))
+        y: Tensor = middle + layer.mlp(layer.post_attention_layernorm(middle))
         return y

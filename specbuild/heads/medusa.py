@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.onnx.ops import symbolic
 from typing_extensions import override
@@ -35,7 +35,7 @@ class ResBlock(nn.Module):
         self.linear = nn.Linear(width, width)
 
     @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[.., H] -> [.., H]"""
         return x + functional.silu(self.linear(x))
 
@@ -76,12 +76,8 @@ class Medusa(GraphModule, nn.ModuleList):
 
     @override
     def run_pass(
-        self,
-        input_ids: torch.Tensor,
-        write_indices: torch.Tensor,
-        logits_indices: torch.Tensor,
-        past: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
+        self, input_ids: Tensor, write_indices: Tensor, logits_indices: Tensor, past: list[Tensor]
+    ) -> tuple[Tensor, ...]:
         (features,), (batch, wanted) = past, logits_indices.shape
         place = (write_indices + logits_indices[:, 0] - 1).clamp(min=0)
         # Tokens mean nothing here, and none is negative. But TensorRT drops an input whose values are not used.
@@ -93,7 +89,7 @@ class Medusa(GraphModule, nn.ModuleList):
         return drafted, scatter(features, states[:, :1][:, None], place)
 
 
-def _slot(states: torch.Tensor, number: int) -> torch.Tensor:
+def _slot(states: Tensor, number: int) -> Tensor:
     """One of ``states`` [B, K, H], or none where there are no more: a head whose logits are not used costs nothing."""
     bounds = tuple(torch.tensor([value]) for value in (number, number + 1, 1))
     shape = (states.shape[0], 1, states.shape[2])

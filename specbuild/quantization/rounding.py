@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
+from torch import Tensor
 
 from specbuild.quantization.gptq import LinearInputs, feedback, round_with_feedback
 from specbuild.quantization.grids import Grid, GridWithMinima, SignedGrid
@@ -40,7 +41,7 @@ class Rows(Protocol):
     def dtype(self) -> torch.dtype:
         """Of the parts."""
 
-    def __getitem__(self, rows: slice) -> torch.Tensor: ...
+    def __getitem__(self, rows: slice) -> Tensor: ...
 
 
 class Rounded(NamedTuple):
@@ -70,7 +71,7 @@ def _slices(weight: Rows, at_a_time: int = _AT_A_TIME) -> Iterator[slice]:
 
 
 def round_weight(
-    weight: Rows, form: CodeForm, block: int, squares: torch.Tensor | None = None, kept: LinearInputs | None = None
+    weight: Rows, form: CodeForm, block: int, squares: Tensor | None = None, kept: LinearInputs | None = None
 ) -> Rounded:
     """weight [N, K] in ``form``, one scale for ``block`` input channels of an output channel (K: for all of them).
 
@@ -100,9 +101,7 @@ def round_weight(
     return Rounded(codes, TorchTensor(scales.to(scale_type)).numpy())
 
 
-def _round_to_grid(
-    weight: Rows, form: CodeForm, block: int, squares: torch.Tensor, kept: LinearInputs | None
-) -> Rounded:
+def _round_to_grid(weight: Rows, form: CodeForm, block: int, squares: Tensor, kept: LinearInputs | None) -> Rounded:
     """In 4 bits."""
     channels, inputs = weight.shape
     kind, groups = (ml_dtypes.int4 if form == "int4" else ml_dtypes.uint4), inputs // block
@@ -132,18 +131,18 @@ def _round_to_grid(
     return Rounded(codes, scale_codes, units[0].numpy(), minimum_codes, units[1].numpy())
 
 
-def _float4(scaled: torch.Tensor) -> torch.Tensor:
+def _float4(scaled: Tensor) -> Tensor:
     """The bits of e2m1: the sign, then the number of the magnitude."""
     codes = torch.bucketize(scaled.abs(), _FLOAT4_BOUNDS).to(torch.uint8)
     return codes | (torch.signbit(scaled).to(torch.uint8) << 3)
 
 
-def nearest_float4(x: torch.Tensor) -> torch.Tensor:
+def nearest_float4(x: Tensor) -> Tensor:
     """Every value as the nearest one of float4."""
     return _FLOAT4_MAGNITUDES[torch.bucketize(x.abs(), _FLOAT4_BOUNDS)].copysign(x)
 
 
-_FORMS: dict[CodeForm, tuple[Any, float, Callable[[torch.Tensor], torch.Tensor]]] = {
+_FORMS: dict[CodeForm, tuple[Any, float, Callable[[Tensor], Tensor]]] = {
     "int8": (np.int8, 127.0, lambda scaled: scaled.round().to(torch.int8)),
     "float8": (ml_dtypes.float8_e4m3fn, FLOAT8_MAX, lambda scaled: scaled.to(torch.float8_e4m3fn).view(torch.uint8)),
     "float4": (ml_dtypes.float4_e2m1fn, FLOAT4_MAX, _float4),

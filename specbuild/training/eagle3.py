@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -71,9 +71,7 @@ class Eagle3Student(Student):
         self.to(target.device)
 
     @override
-    def drafts(
-        self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
-    ) -> Iterator[torch.Tensor]:
+    def drafts(self, ids: Tensor, mask: Tensor, features: Tensor, count: int) -> Iterator[Tensor]:
         """A draft reads the state of the one before, as when it runs."""
         keys, hidden = ChainKeys(), features
         for draft in range(count):
@@ -85,8 +83,8 @@ class Eagle3Student(Student):
             hidden = self.module.feature(hidden)
 
     @override
-    def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
-        logits: torch.Tensor = self.module.lm_head(self.module.norm(states))
+    def logits(self, states: Tensor, draft: int) -> Tensor:
+        logits: Tensor = self.module.lm_head(self.module.norm(states))
         return logits
 
     @override
@@ -103,9 +101,7 @@ class Eagle3Student(Student):
         write_head(directory, config, tensors, self.vocabulary, self.head.vocab_size)
 
 
-def write_new_head(
-    directory: Path, target: PreTrainedModel, vocabulary: torch.Tensor | None, options: TrainOptions
-) -> None:
+def write_new_head(directory: Path, target: PreTrainedModel, vocabulary: Tensor | None, options: TrainOptions) -> None:
     """A head that has learnt nothing: its output layer is the target's, and the rest as near to it as the shapes allow.
 
     vocabulary: [V_draft] int64, ascending, the tokens that it is to draft; None: all.
@@ -114,7 +110,7 @@ def write_new_head(
     config["intermediate_size"] = options.intermediate_size or config["intermediate_size"]
     generator = torch.Generator().manual_seed(options.seed)
 
-    def matrix(rows: int, columns: int) -> torch.Tensor:
+    def matrix(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator) * _SCALE
 
     width, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -152,7 +148,7 @@ def write_new_head(
     write_head(directory, config, tensors, vocabulary, vocab_size_of(target))
 
 
-def _shared_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _shared_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The target's last layer as a head's, which learns sooner from there; {} where the target has other layers.
 
     Projections of the embeddings are those of the first layer, which reads embeddings.
@@ -163,10 +159,10 @@ def _shared_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[st
     if getattr(target.config.get_text_config(), "hidden_act", None) != config["hidden_act"]:
         return {}
 
-    def scale(norm: Any) -> torch.Tensor:
+    def scale(norm: Any) -> Tensor:
         """The weight of a norm, however it is stored."""
         one = torch.ones(1, config["hidden_size"], device=target.device, dtype=target.dtype)
-        normed: torch.Tensor = norm(one)[0]
+        normed: Tensor = norm(one)[0]
         return normed
 
     try:
@@ -191,11 +187,7 @@ def _shared_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[st
 
 
 def write_head(
-    directory: Path,
-    config: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
-    vocabulary: torch.Tensor | None,
-    vocab_size: int,
+    directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], vocabulary: Tensor | None, vocab_size: int
 ) -> None:
     """Write a head's two files."""
     chosen = torch.arange(vocab_size) if vocabulary is None else vocabulary.cpu()
@@ -207,7 +199,7 @@ def write_head(
     (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _new_config(target: PreTrainedModel, vocabulary: torch.Tensor | None) -> dict[str, Any]:
+def _new_config(target: PreTrainedModel, vocabulary: Tensor | None) -> dict[str, Any]:
     """``config.json`` of a head with one Llama layer of the target's sizes, as SpecForge writes it."""
     own = target.config.get_text_config()
     heads = own.num_attention_heads

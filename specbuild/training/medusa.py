@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -40,16 +41,14 @@ class MedusaStudent(Student):
         self.to(target.device)
 
     @override
-    def drafts(
-        self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
-    ) -> Iterator[torch.Tensor]:
+    def drafts(self, ids: Tensor, mask: Tensor, features: Tensor, count: int) -> Iterator[Tensor]:
         """All heads read the origin's own state."""
         for draft in range(min(count, len(self.heads))):
             yield features[:, : ids.shape[1] - 2 - draft]
 
     @override
-    def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
-        logits: torch.Tensor = self.heads[draft](states)
+    def logits(self, states: Tensor, draft: int) -> Tensor:
+        logits: Tensor = self.heads[draft](states)
         return logits
 
     @override

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
@@ -33,16 +34,14 @@ class ModelStudent(Student):
         self.model = model.to(device)
 
     @override
-    def drafts(
-        self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
-    ) -> Iterator[torch.Tensor]:
+    def drafts(self, ids: Tensor, mask: Tensor, features: Tensor, count: int) -> Iterator[Tensor]:
         """States are logits."""
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         for draft in range(count):
             yield logits[:, 1 + draft : -1]
 
     @override
-    def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
+    def logits(self, states: Tensor, draft: int) -> Tensor:
         return states
 
     @override
@@ -105,7 +104,7 @@ def _narrow(config: Any, hidden_size: int) -> None:
         config.head_dim = size
 
 
-def _kept_tensors(target: PreTrainedModel, kept: list[int]) -> dict[str, torch.Tensor]:
+def _kept_tensors(target: PreTrainedModel, kept: list[int]) -> dict[str, Tensor]:
     """The target's tensors, but for those of layers that go; layers are numbered anew."""
     layers = decoder_layers(target)
     (prefix,) = (f"{name}." for name, module in target.named_modules() if module is layers)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specbuild.export.features import Fusion
 from specbuild.weights.lazy_tensors import Reader
@@ -20,7 +20,7 @@ class Student(nn.Module, ABC):
     token i. Draft k, from 0, is for token i + 2 + k; the target's opinion of it stands in its logits at i + 1 + k.
     """
 
-    vocabulary: torch.Tensor | None = None
+    vocabulary: Tensor | None = None
     """[V_draft] int64: the tokens that it may draft, ascending; None: all."""
     trained_drafts: int
     """Number of drafts of each origin that are trained."""
@@ -29,9 +29,7 @@ class Student(nn.Module, ABC):
     """Makes features of the target's hidden states; None: it reads none."""
 
     @abstractmethod
-    def drafts(
-        self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
-    ) -> Iterator[torch.Tensor]:
+    def drafts(self, ids: Tensor, mask: Tensor, features: Tensor, count: int) -> Iterator[Tensor]:
         """States of drafts 0, 1, .. ``count`` - 1: the k-th [B, S - 2 - k, ..], of the first origins.
 
         ids and mask [B, S]; features [B, S, W], those of ``fusion``. All but the origin's first draft are computed
@@ -39,7 +37,7 @@ class Student(nn.Module, ABC):
         """
 
     @abstractmethod
-    def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
+    def logits(self, states: Tensor, draft: int) -> Tensor:
         """States [n, ..] of the draft of this number -> [n, V_draft]."""
 
     @abstractmethod
