@@ -65,7 +65,9 @@ def deferred_signals(second_ends: bool) -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield came
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Not those that are ignored, as in the background of a shell.
+    before = {number: handler for number, handler in handlers.items() if callable(handler)}
 
     def restore() -> None:
         for number, handler in before.items():
@@ -77,9 +79,8 @@ def deferred_signals(second_ends: bool) -> Iterator[threading.Event]:
         if second_ends:
             restore()
 
-    for number, handler in before.items():
-        if callable(handler):  # Not where it is ignored, as in the background of a shell.
-            signal.signal(number, note)
+    for number in before:
+        signal.signal(number, note)
     try:
         yield came
     finally:

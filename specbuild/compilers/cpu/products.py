@@ -170,7 +170,7 @@ class _Product:
     """A product that the operator takes, or rows of a table that are looked up."""
 
     weight: _Weight
-    """Of a table, the rows that are looked up are the columns."""
+    """A table as a weight has the rows that are looked up as its columns."""
     nodes: tuple[ir.Node, ...]
     """Nodes that are replaced: the MatMul or Gather, and the Add of its minima."""
     adding: tuple[ir.Node, ...] = ()
