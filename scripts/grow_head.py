@@ -27,11 +27,12 @@ DRAFTS = 3
 
 def open_student(head: Path, target: Any) -> Any:
     """The head in a directory, as the trainer opens it."""
+    from specbuild.head_formats.medusa import FILE_NAME
     from specbuild.training.eagle3 import Eagle3Student
-    from specbuild.training.medusa import WEIGHTS, MedusaStudent
+    from specbuild.training.medusa import MedusaStudent
 
-    if (head / WEIGHTS).is_file():
-        return MedusaStudent(head, target.device)
+    if (head / FILE_NAME).is_file():
+        return MedusaStudent(head, target)
     return Eagle3Student(head, target, DRAFTS)
 
 

@@ -17,14 +17,7 @@ if TYPE_CHECKING:
     from specbuild.engine.build import build_engine
     from specbuild.engine.config import EngineOptions
 
-__all__ = [
-    "ConvertOptions",
-    "EngineOptions",
-    "__version__",
-    "build_engine",
-    "check_checkpoint",
-    "convert_checkpoint",
-]
+__all__ = ["ConvertOptions", "EngineOptions", "__version__", "build_engine", "check_checkpoint", "convert_checkpoint"]
 
 _PLACES = {
     "ConvertOptions": ("convert.options", "ConvertOptions"),

@@ -138,8 +138,7 @@ class Pair:
             forms.append(options.tp_size)
         if role == "draft" and options.draft_vocab_size is not None:
             forms.append(options.draft_vocab_size)
-        operators = [cpu_operators.VERSION, cpu_operators.are_fast()]
-        machine = [platform.machine(), *operators]
+        machine = [platform.machine(), cpu_operators.VERSION, cpu_operators.are_fast()]
         model = models[role]
         assert model
         key = key_of([__version__, machine, role, content, forms, sizes])[:16]
@@ -265,14 +264,7 @@ class Pair:
             )
         read = [self.known.inputs_of(directory) for directory in (model, self.target, self.head) if directory]
         read = read if self.head else read[:1]
-        forms = [
-            own.qformat,
-            own.text_model,
-            own.draft_vocab_size,
-            own.verify,
-            bool(own.head),
-            bool(own.head_of),
-        ]
+        forms = [own.qformat, own.text_model, own.draft_vocab_size, own.verify, bool(own.head), bool(own.head_of)]
         key = key_of([__version__, releases(*PACKAGES), read, forms])[:16]
         return replace(own, output_dir=cached_engines() / f"{origin_of(model).name}-{key}.onnx")
 

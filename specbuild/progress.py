@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import resource
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,6 +53,40 @@ class Stages:
     def seconds(self) -> float:
         """Seconds since the command began."""
         return time.monotonic() - self.started
+
+
+@contextmanager
+def deferred_signals(second_ends: bool) -> Iterator[threading.Event]:
+    """Ctrl-C and SIGTERM as an event while the block runs; then they do what they do otherwise.
+
+    second_ends: a second one does not wait.
+    """
+    came, received = threading.Event(), list[int]()
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Not those that are ignored, as in the background of a shell.
+    before = {number: handler for number, handler in handlers.items() if callable(handler)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, _frame: object) -> None:
+        received.append(number)
+        came.set()
+        if second_ends:
+            restore()
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield came
+    finally:
+        restore()
+        if received and not isinstance(sys.exception(), Exception):
+            signal.raise_signal(received[0])
 
 
 def peak_memory() -> int:

@@ -100,16 +100,14 @@ def _ranks(config: EngineConfig) -> dict[str, str]:
     return {"tp_size": f"{config.build_config.tp_size} ranks compute it together; their weights: {weights}"}
 
 
-def _cache_form(graph: GraphInfo) -> str:
-    return f"8 and {graph.value_bits} bits" if graph.value_bits else graph.cache_element.name
-
-
 _ANY = {"tensorrt_rtx": "any RTX GPU", "onnxruntime": "any NVIDIA GPU"}
 
 
 def _engine(config: EngineConfig, show_all: bool) -> str:
     build, backend = config.build_config, config.backend
     cache = config.graph.cache_bytes(build.max_batch_size, build.cache_length)
+    bits = config.graph.value_bits
+    cache_form = f"8 and {bits} bits" if bits else config.graph.cache_element.name
     where = ", ".join(backend.compute_capabilities) or _ANY.get(backend.name, "this GPU")
     rows = {
         "kind": "engine",
@@ -125,7 +123,7 @@ def _engine(config: EngineConfig, show_all: bool) -> str:
         "max_seq_len": str(build.max_seq_len),
         **_ranks(config),
         "bits": str(config.bit_exact or "not probed"),
-        "KV cache": f"{human_bytes(cache)} in {_cache_form(config.graph)} for {build.max_batch_size} rows of "
+        "KV cache": f"{human_bytes(cache)} in {cache_form} for {build.max_batch_size} rows of "
         f"{build.cache_length} positions",
         **_states(config.graph, build.max_batch_size, backend.device != "cpu"),
     }

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specbuild.artifacts.checksums import Inputs, describe_inputs
+from specbuild.files import write_whole
 from specrun.engine_dir.checksums import key_of
+from specrun.engine_dir.directories import locked
 
 
 class KnownCheckpoints:
@@ -51,9 +53,6 @@ class KnownCheckpoints:
         """Write the file, where something is new."""
         if (content := self._content()) == self._read:
             return
-        from specbuild.files import write_whole
-        from specrun.engine_dir.directories import locked
-
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with locked(self._file):
             write_whole(self._file, content.encode())

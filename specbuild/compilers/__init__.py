@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,8 +101,3 @@ def _choose(
         hint = "; --backend tensorrt_rtx compiles plans without a GPU" if backend == "tensorrt" else ""
         raise BackendError(f"--backend {backend}: {problem}{hint}")
     return backend, tensorrt.Tensorrt(backend, gpu, capabilities, timing_cache), "asked for"
-
-
-def machine() -> str:
-    """This machine's processor architecture."""
-    return platform.machine()

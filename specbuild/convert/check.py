@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from specbuild.convert.options import ConvertOptions
 from specbuild.convert.source import Source, lay_out, read_source
+from specbuild.files import say_free_memory
 from specbuild.hf.hub_metadata import described
 from specbuild.hf.model_facts import require_packages, vocab_size_of
 from specbuild.hf.tokenizer_check import check_tokenizer
@@ -17,7 +17,6 @@ from specrun.command_line import human_bytes
 from specrun.engine_dir.cache_tensors import state_bytes
 from specrun.engine_dir.config import TokenizerInfo
 from specrun.errors import RequestError
-from specrun.kv_cache.host_memory import free_memory
 from specrun.text.chat_template import ChatTemplate
 from specrun.text.tokenizer import TOKENIZER_NAME, describe_tokenizer
 
@@ -57,8 +56,6 @@ class Checked:
     def facts(self) -> dict[str, str]:
         """For people."""
         tokens = f"{self.tokenizer.vocab_size} tokens" if self.tokenizer else "none"
-        memory = free_memory()
-        free = "" if memory is None else f"; {human_bytes(memory)} are free"
         chat = "with a chat template" if self.has_template else "without a chat template"
         return {
             "model": f"{self.family}, {self.parameters / 1e6:.1f}M parameters",
@@ -70,7 +67,7 @@ class Checked:
             **({"download": human_bytes(self.download)} if self.download else {}),
             "disk": f"{human_bytes(self.weights.nbytes)} for the ONNX checkpoint, and as much for each engine",
             "memory": f"about {human_bytes(self.memory_to_convert)} to convert, beyond Python with torch; "
-            f"{human_bytes(self.memory_to_run)} for the weights of an engine on a CPU{free}",
+            f"{human_bytes(self.memory_to_run)} for the weights of an engine on a CPU{say_free_memory()}",
         }
 
 
@@ -99,6 +96,10 @@ def _check(source: Source, options: ConvertOptions) -> Checked:
     caches = memory.caches
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dtypes = sorted({entry.dtype for entry in weights.entries.values()})
+    try:
+        has_template = ChatTemplate.load(directory, None) is not None
+    except RequestError:
+        has_template = False
     if (directory / TOKENIZER_NAME).is_file():
         check_tokenizer(directory)
     return Checked(
@@ -113,16 +114,8 @@ def _check(source: Source, options: ConvertOptions) -> Checked:
         memory_to_convert=conversion_memory(len(caches) // 2),
         memory_to_run=weights.nbytes if scheme else parameters * 4,
         tokenizer=describe_tokenizer(directory),
-        has_template=_has_template(directory),
+        has_template=has_template,
     )
-
-
-def _has_template(directory: Path) -> bool:
-    try:
-        ChatTemplate.load(directory, None)
-    except RequestError:
-        return False
-    return True
 
 
 def compare(target: Checked, draft: Checked) -> list[str]:

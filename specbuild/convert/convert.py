@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
@@ -36,7 +37,7 @@ def convert(options: ConvertOptions, stages: Stages | None = None) -> Checkpoint
     directories = locate_inputs(options)  # Outside a stage, which has a bar: the Hub's client has bars of its own.
     if earlier is not None:
         with stages.stage("compare with what is there"):
-            require_same(output_dir, earlier, made_of(CONVERT, options, directories, earlier.provenance))
+            require_same(output_dir, earlier, made_of(CONVERT, asdict(options), directories, earlier.provenance))
         if stopped is not None:  # Killed behind its last step.
             stopped.remove()
         stages.say(f"{output_dir} is up to date")
@@ -45,7 +46,7 @@ def convert(options: ConvertOptions, stages: Stages | None = None) -> Checkpoint
     with stages.stage("check checkpoint"), named(str(origin_of(model)), model):
         source = read_source(options, directories, stages)
     with stages.stage("checksums of the checkpoint"):
-        made = made_of(CONVERT, options, directories, stopped.made if stopped else None)
+        made = made_of(CONVERT, asdict(options), directories, stopped.made if stopped else None)
     with run_for(output_dir, made, stopped, stages) as run, new_directory(output_dir, options.force) as work:
         # torch and onnx are imported here, so that --help and bad input cost no seconds.
         from specbuild.convert.head import prepare_head

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from specbuild.artifacts.inspect import facts_table
 from specbuild.artifacts.provenance import require_same
@@ -14,16 +13,13 @@ from specbuild.convert.convert import require_sound
 from specbuild.convert.inputs import CONVERT, described_inputs, made_of
 from specbuild.convert.options import ConvertOptions
 from specbuild.convert.source import Layout, Source, lay_out, read_source
-from specbuild.files import existing, require_space
+from specbuild.files import free_bytes, require_space, say_free_memory
 from specbuild.hf.model_config import eos_token_ids, save_tokenizer
 from specbuild.hf.model_facts import dtype_name, require_packages, vocab_size_of
 from specbuild.progress import Stages
 from specrun.command_line import human_bytes
+from specrun.engine_dir.config import GraphInfo
 from specrun.errors import BuildConfigError
-from specrun.kv_cache.host_memory import free_memory
-
-if TYPE_CHECKING:
-    from specbuild.weights.packed_model import PackedModel
 
 
 def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
@@ -38,15 +34,14 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
     with described_inputs(options) as (directories, download):
         if earlier is not None and not download:
             with stages.stage("compare with what is there"):
-                require_same(
-                    Path(options.output_dir), earlier, made_of(CONVERT, options, directories, earlier.provenance)
-                )
+                made = made_of(CONVERT, asdict(options), directories, earlier.provenance)
+                require_same(Path(options.output_dir), earlier, made)
             would_be = "left as it is: it is up to date"
         else:
             would_be = "converted" if earlier is None else "compared with the download"
         if stopped and not download:
             with stages.stage("compare with the run that has stopped"):
-                stopped.require_same(made_of(CONVERT, options, directories, stopped.made))
+                stopped.require_same(made_of(CONVERT, asdict(options), directories, stopped.made))
         with stages.stage("check checkpoint"):
             source = read_source(options, directories, stages)
         with stages.stage("lay out the model"):
@@ -58,7 +53,6 @@ def _facts(options: ConvertOptions, source: Source, layout: Layout, would_be: st
     from specbuild.convert.model import output_bytes, pack, require_plain_cache
     from specbuild.export.features import Fusion
     from specbuild.export.model_memory import model_memory
-    from specrun.engine_dir.config import GraphInfo
 
     model, notes = layout.model, list[str]()
     packed, kept = pack(source, options, layout, None, notes), model_memory(model)
@@ -82,8 +76,9 @@ def _facts(options: ConvertOptions, source: Source, layout: Layout, would_be: st
         from huggingface_hub import constants
 
         require_space({place: disk, **({Path(constants.HF_HUB_CACHE): download} if download else {})})
-    memory = free_memory()
-    free = "" if memory is None else f"; {human_bytes(memory)} are free"
+    # The codes of one quantized weight are held as a whole, a byte each, and once more as they are written.
+    codes = max((weight.codes.size for weight in packed.weights()), default=0)
+    memory = conversion_memory(info.layers) + 2 * codes
     forms = [f"{count} in {form}" for form, count in packed.forms().items()]
     calibration = "{} rows of {} tokens".format(*source.texts.calibration.shape) if source.texts else "not needed"
     return {
@@ -97,16 +92,10 @@ def _facts(options: ConvertOptions, source: Source, layout: Layout, would_be: st
         "max_seq_len": str(source.max_seq_len),
         "calibration": calibration,
         **({"download": human_bytes(download)} if download else {}),
-        "disk": f"about {human_bytes(disk)}; {human_bytes(shutil.disk_usage(existing(place)).free)} are free",
-        "memory": f"up to about {human_bytes(_memory(info.layers, packed))} beyond Python with torch{free}",
+        "disk": f"about {human_bytes(disk)}; {human_bytes(free_bytes(place))} are free",
+        "memory": f"up to about {human_bytes(memory)} beyond Python with torch{say_free_memory()}",
         "time": "not known before it was tried; it goes into reading and writing the weights, and comparing"
         if options.verify
         else "not known before it was tried; it goes into writing the weights",
         **{f"note {number}": note for number, note in enumerate(notes, 1)},
     }
-
-
-def _memory(layers: int, packed: PackedModel) -> int:
-    """The codes of one quantized weight are held as a whole, a byte each, and once more as they are written."""
-    codes = max((weight.codes.size for weight in packed.weights()), default=0)
-    return conversion_memory(layers) + 2 * codes

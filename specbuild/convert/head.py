@@ -14,20 +14,18 @@ from specbuild.convert.verify_head import verify_head
 from specbuild.convert.write import Prepared
 from specbuild.export.features import Fusion, describe_features
 from specbuild.export.rope import pin_rope
-from specbuild.files import require_space
+from specbuild.files import read_json, require_space
 from specbuild.head_formats.dflash import DFlashHead
 from specbuild.head_formats.eagle import EagleHead, Head
 from specbuild.head_formats.medusa import MedusaHead
 from specbuild.head_formats.mtp import MtpHead
 from specbuild.heads.dflash import DFlash
-from specbuild.heads.eagle1 import Eagle1
-from specbuild.heads.eagle3 import Eagle3
+from specbuild.heads.eagle import Eagle1, Eagle3
 from specbuild.heads.medusa import Medusa
 from specbuild.heads.module import GraphModule
 from specbuild.heads.mtp import Mtp
 from specbuild.hf.model_config import eos_token_ids
 from specbuild.hf.model_facts import dtype_name, vocab_size_of
-from specbuild.json_file import read_json
 from specbuild.progress import Stages
 from specbuild.quantization.quantize_model import pack_model
 from specbuild.weights.lazy_tensors import Weight
@@ -75,7 +73,7 @@ def prepare_head(source: Source, options: ConvertOptions, _run: Run, _work: Path
     )
 
 
-def _pack(source: Source, model: GraphModule | Medusa) -> PackedModel:
+def _pack(source: Source, model: GraphModule) -> PackedModel:
     """The head's weights in few bits, as they are rounded without a text; its drafts are checked in any case."""
     if source.recipe is None or isinstance(model, Medusa):
         return PackedModel()
@@ -84,7 +82,7 @@ def _pack(source: Source, model: GraphModule | Medusa) -> PackedModel:
     return packed
 
 
-def _make(head: Head, owner: PreTrainedModel, weights: dict[str, Weight]) -> GraphModule | Medusa:
+def _make(head: Head, owner: PreTrainedModel, weights: dict[str, Weight]) -> GraphModule:
     """The head as a torch module. weights: those of ``owner``, its target."""
     if isinstance(head, MtpHead):
         return Mtp(head, owner, _lent(owner, weights), vocab_size_of(owner))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import Field, asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specbuild.artifacts.checksums import describe_inputs
 from specbuild.artifacts.provenance import provenance, releases
@@ -27,24 +26,6 @@ CONVERT, QUANTIZE = "specbuild convert", "specbuild quantize"
 PACKAGES = ("torch", "transformers", "onnx_ir", "safetensors", "tokenizers", "numpy")
 """Packages whose releases the result of both commands depends on."""
 _PACKAGES_OF = {QUANTIZE: PACKAGES, CONVERT: (*PACKAGES, "onnx", "onnxscript")}
-
-
-class Options(Protocol):
-    """What the options of both commands have in common."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def model(self) -> str:
-        """Directory or Hub ID."""
-
-    @property
-    def exclude(self) -> tuple[str, ...]:
-        """Patterns of modules that stay as they are."""
-
-    @property
-    def texts(self) -> TextOptions:
-        """What is calibrated on."""
 
 
 def locate_inputs(options: ConvertOptions) -> dict[str, Path]:
@@ -84,19 +65,21 @@ def described_inputs(options: ConvertOptions) -> Iterator[tuple[dict[str, Path],
 
 
 def made_of(
-    tool: str, options: Options, directories: Mapping[str, Path], known: Provenance | None = None
+    tool: str, options: dict[str, Any], directories: Mapping[str, Path], known: Provenance | None
 ) -> Provenance:
-    """Of what ``tool`` makes of ``directories``. known: of an earlier run, for checksums of the same files."""
-    texts = options.texts
-    sources = dict(directories)
+    """Of what ``tool`` makes of ``directories`` with its ``options``.
+
+    known: of an earlier run, for checksums of the same files.
+    """
+    texts, sources = TextOptions(**options["texts"]), dict(directories)
     if texts.dataset != BUILTIN:
         sources["calib_dataset"] = Path(texts.dataset).expanduser()
-    given = {name: value for name, value in asdict(options).items() if name not in _NOT_IN_FILES}
+    given = {name: value for name, value in options.items() if name not in _NOT_IN_FILES}
     calibration = {"calib_size": texts.size, "calib_max_seq_length": texts.length}
     return provenance(
         tool,
-        options.model,
+        options["model"],
         {**releases(*_PACKAGES_OF[tool]), "python": platform.python_version()},
-        options={**given, "exclude": list(options.exclude), **calibration},
+        options={**given, "exclude": list(options["exclude"]), **calibration},
         **describe_inputs(sources, known)._asdict(),
     )

@@ -14,7 +14,7 @@ from specbuild.convert.write import Prepared
 from specbuild.export.exporter import export_onnx
 from specbuild.export.features import Fusion, describe_features
 from specbuild.export.model_memory import ModelMemory, model_memory
-from specbuild.export.reference import Reference, far_reference, reference_logits
+from specbuild.export.reference import far_reference, reference_logits
 from specbuild.export.rope import pin_rope
 from specbuild.files import require_space
 from specbuild.graph.draft_vocab import draft_tokens
@@ -67,13 +67,17 @@ def prepare_model(source: Source, options: ConvertOptions, run: Run, work: Path,
         weights |= fusion.weights
         features = describe_features(source.head, fusion.layers, source.files, "target")
         notes.append(f"features for {source.head.directory}: {fusion.describe()}")
+    quantized = None
+    if packed.linears or packed.experts:
+        method = source.scheme.method if source.scheme else options.qformat
+        quantized = QuantizedWeights(source=method, forms=packed.forms())
     info = GraphInfo(
         vocab_size=vocab_size_of(model),
         dtype=dtype_name(model),
         kv_cache_dtype=source.kv_cache,
         caches=caches,
         states=memory.states,
-        quantized=_quantized(source, options, packed),
+        quantized=quantized,
         features=features,
     )
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
@@ -81,7 +85,15 @@ def prepare_model(source: Source, options: ConvertOptions, run: Run, work: Path,
     if options.draft_vocab_size is not None and options.draft_vocab_size < info.vocab_size:
         tokens = draft_tokens(options.draft_vocab_size, info.vocab_size, {*eos, *added_tokens(work)})
         notes.append(f"drafts {len(tokens)} of {info.vocab_size} tokens")
-    far = _far_reference(model, info, max_seq_len, stages) if options.verify else None
+    far = None
+    if options.verify:
+        with stages.stage("run the model behind a long text"):
+            try:
+                far = far_reference(model, info, max_seq_len)
+            except VerificationError:
+                raise
+            except Exception as error:
+                stages.say(f"note: not compared behind a long text: the model does not run on a given cache ({error})")
     notes += pin_rope(model, max_seq_len)
     references = [far] if far else []
     if options.verify:
@@ -147,25 +159,7 @@ def pack(
     return PackedModel()
 
 
-def _quantized(source: Source, options: ConvertOptions, packed: PackedModel) -> QuantizedWeights | None:
-    if not (packed.linears or packed.experts):
-        return None
-    return QuantizedWeights(source=source.scheme.method if source.scheme else options.qformat, forms=packed.forms())
-
-
 def output_bytes(model: PreTrainedModel, packed: PackedModel) -> int:
     """How large the ONNX checkpoint will be, less its small parts."""
     dense = sum(parameter.nbytes for name, parameter in model.named_parameters() if name not in packed)
     return dense + sum(weight.nbytes for weight in packed.weights())
-
-
-def _far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int, stages: Stages) -> Reference | None:
-    """``reference.far_reference``; a model that takes no made-up cache is compared without it, and that is said."""
-    with stages.stage("run the model behind a long text"):
-        try:
-            return far_reference(model, info, max_seq_len)
-        except VerificationError:
-            raise
-        except Exception as error:
-            stages.say(f"note: not compared behind a long text: the model does not run on a given cache ({error})")
-            return None

@@ -79,26 +79,25 @@ class ConvertOptions(CheckpointOptions):
     def require_consistent(self) -> None:
         """Raise BuildConfigError where options cannot be combined."""
         make_recipe(self.qformat, self.group_size, self.exclude)
-        if self.allow_pickle and self.head is None and self.head_of is None:
+        is_head, has_head, draft_size = self.head_of is not None, self.head is not None, self.draft_vocab_size
+        if self.allow_pickle and not (has_head or is_head):
             raise BuildConfigError("--allow_pickle is for the weights of a draft head: give --head or --head_of too")
-        if self.head_of is not None and self.qformat != "auto" and not self.qformat.startswith("int"):
+        if is_head and self.qformat != "auto" and not self.qformat.startswith("int"):
             raise BuildConfigError(
                 f"--qformat {self.qformat} cannot be combined with --head_of: heads have int8 and int4"
             )
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise BuildConfigError(f"--draft_vocab_size {self.draft_vocab_size}: expected at least 1")
-        if self.draft_vocab_size is not None and self.head is not None:
-            raise BuildConfigError("--draft_vocab_size cannot be combined with --head: a target writes every token")
-        of_models = {
-            "--head": self.head is not None,
-            "--draft_vocab_size": self.draft_vocab_size is not None,
-            "--kv_cache_dtype": self.kv_cache_dtype != "auto",
-            "--text_model": self.text_model,
-        }
-        for name, is_given in of_models.items():
-            if self.head_of is not None and is_given:
-                raise BuildConfigError(f"{name} cannot be combined with --head_of: a head is computed as its target is")
-        if self.head is not None and cache_code(self.kv_cache_dtype):
-            raise BuildConfigError("--kv_cache_dtype cannot be combined with --head: features are not stored in 8 bits")
-        if self.head is not None and self.text_model:
-            raise BuildConfigError("--text_model cannot be combined with --head: heads read features of whole models")
+        if draft_size is not None and draft_size < 1:
+            raise BuildConfigError(f"--draft_vocab_size {draft_size}: expected at least 1")
+        with_cache, computed = cache_code(self.kv_cache_dtype) is not None, "a head is computed as its target is"
+        clashes = (
+            ("draft_vocab_size", draft_size is not None and has_head, "head", "a target writes every token"),
+            ("head", has_head and is_head, "head_of", computed),
+            ("draft_vocab_size", draft_size is not None and is_head, "head_of", computed),
+            ("kv_cache_dtype", with_cache and is_head, "head_of", computed),
+            ("text_model", self.text_model and is_head, "head_of", computed),
+            ("kv_cache_dtype", with_cache and has_head, "head", "features are not stored in 8 bits"),
+            ("text_model", self.text_model and has_head, "head", "heads read features of whole models"),
+        )
+        for name, is_wrong, other, reason in clashes:
+            if is_wrong:
+                raise BuildConfigError(f"--{name} cannot be combined with --{other}: {reason}")

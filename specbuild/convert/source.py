@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from specbuild.convert.options import ConvertOptions
+from specbuild.files import read_json
 from specbuild.head_formats.detect import read_head, refuse_head
 from specbuild.head_formats.eagle import Head
 from specbuild.hf.model_config import read_model_config
 from specbuild.hf.model_facts import positions_of
-from specbuild.json_file import read_json
 from specbuild.progress import Stages
 from specbuild.quantization.calibration_data import TextOptions, Texts
 from specbuild.quantization.recipe import Recipe, make_recipe

@@ -8,7 +8,7 @@ float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,7 @@ from specbuild.weights.kv_cache import CacheRounding
 from specrun.backends.ort import session_options
 from specrun.engine_dir.cache_tensors import LEAST_REPLAYS
 from specrun.engine_dir.config import GraphInfo
-from specrun.engine_dir.contract import (
-    INPUT_IDS,
-    KEEP_INDICES,
-    LOGITS,
-    LOGITS_INDICES,
-    STATE_INDICES,
-    WRITE_INDICES,
-)
+from specrun.engine_dir.contract import INPUT_IDS, KEEP_INDICES, LOGITS, LOGITS_INDICES, STATE_INDICES, WRITE_INDICES
 from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import VerificationError
 
@@ -150,7 +143,7 @@ class _Walk:
 
     def difference(self) -> tuple[float, float]:
         """The largest difference of logits, and the largest logit. Raises VerificationError."""
-        worst, scale = 0.0, 0.0
+        pairs, scale = [], 0.0
         for step, starts, values in zip(self.reference.steps, self.starts, self.values, strict=True):
             for row, new in enumerate(step):
                 expected = self.reference.logits[row, starts[row] : starts[row] + new]
@@ -158,34 +151,33 @@ class _Walk:
                 checked = finite(logits[:, self.tokens], f"the exported graph's {LOGITS}")
                 if np.isfinite(logits).sum() != checked.size:
                     raise VerificationError(f"the graph has {LOGITS} of other tokens than it should have")
-                worst = max(worst, float(np.abs(checked - expected[:, self.tokens]).max()))
+                pairs.append((checked, expected[:, self.tokens]))
                 scale = max(scale, float(np.abs(expected).max()))
-        return worst, scale
+        return largest_difference(pairs)[0], scale
 
     def feature_difference(self) -> tuple[float, float]:
         """The same of features. Raises VerificationError."""
-        expected, worst, scale = self.reference.features, 0.0, 0.0
-        if expected is None or self.features is None:
-            raise RuntimeError("there are no features to compare")
-        for row, total in enumerate(np.sum(self.reference.steps, axis=0)):
-            checked = finite(self.features[row, 0, :total], "the exported graph's features")
-            worst = max(worst, float(np.abs(checked - expected[row, :total]).max()))
-            scale = max(scale, float(np.abs(expected[row, :total]).max()))
-        return worst, scale
+        expected, actual = self.reference.features, self.features
+        assert expected is not None and actual is not None
+        return largest_difference(
+            (finite(actual[row, 0, :total], "the exported graph's features"), expected[row, :total])
+            for row, total in enumerate(np.sum(self.reference.steps, axis=0))
+        )
 
 
-def _recode_float4(model: onnx.ModelProto, folder: Path) -> None:
-    """Let weights in float4, which ONNX Runtime cannot dequantize on a processor, be the same numbers in float8."""
-    for tensor in model.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.FLOAT4E2M1:
-            stored = ir.serde.deserialize_tensor(tensor, folder)
-            codes = stored.numpy().astype(ml_dtypes.float8_e4m3fn)
-            tensor.CopyFrom(ir.serde.serialize_tensor(ir.Tensor(codes, name=tensor.name)))
+def largest_difference(pairs: Iterable[tuple[Floats, Floats]]) -> tuple[float, float]:
+    """The largest absolute difference of two arrays, and the largest number of the second ones."""
+    found = [(np.abs(actual - expected).max(), np.abs(expected).max()) for actual, expected in pairs]
+    worst, scale = np.max(found, axis=0)
+    return float(worst), float(scale)
 
 
 def open_piece(piece: Piece, graph: Path) -> Any:
     """A session on a piece, whose weights lie in ``graph``'s file. Raises VerificationError."""
-    _recode_float4(piece.model, graph.parent)
+    for tensor in piece.model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT4E2M1:  # ONNX Runtime dequantizes float8 alone on a processor.
+            codes = ir.serde.deserialize_tensor(tensor, graph.parent).numpy().astype(ml_dtypes.float8_e4m3fn)
+            tensor.CopyFrom(ir.serde.serialize_tensor(ir.Tensor(codes, name=tensor.name)))
     ort, options = session_options()
     # Weights stay mapped from the file: no optimized copies, no packed copies, no arena that keeps temporaries.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

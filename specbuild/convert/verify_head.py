@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from specbuild.convert.verify import open_piece
+from specbuild.convert.verify import largest_difference, open_piece
 from specbuild.export.reference import Float32, Floats, finite
 from specbuild.graph.ops import widen_to_float32
 from specbuild.graph.split import cut
@@ -35,7 +35,7 @@ _STEPS = 3
 _LENGTH = 16
 
 
-def verify_head(graph: Path, info: GraphInfo, model: GraphModule | Medusa) -> float:
+def verify_head(graph: Path, info: GraphInfo, model: GraphModule) -> float:
     """Largest absolute difference of logits. Raises VerificationError where it exceeds the dtype's tolerance."""
     if isinstance(model, Medusa):
         actual, expected = _one_pass(graph, info, model)
@@ -44,14 +44,13 @@ def verify_head(graph: Path, info: GraphInfo, model: GraphModule | Medusa) -> fl
     else:
         assert isinstance(model, ChainModule)
         actual, expected = _chain(graph, info, model)
-    worst = scale = 0.0
+    pairs = []
     for own, other in zip(actual, expected, strict=True):
         drafted = np.isfinite(other)
         if own.shape != other.shape or (np.isneginf(own) != ~drafted).any():
             raise VerificationError(f"{graph}: the graph drafts other tokens than the head has")
-        finite(own[drafted], "the exported head's logits")
-        worst = max(worst, float(np.abs(own[drafted] - other[drafted]).max()))
-        scale = max(scale, float(np.abs(other[drafted]).max()))
+        pairs.append((finite(own[drafted], "the exported head's logits"), other[drafted]))
+    worst, scale = largest_difference(pairs)
     tolerance = DTYPES[info.dtype].tolerance
     if not worst <= tolerance * scale:
         raise VerificationError(

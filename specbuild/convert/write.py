@@ -74,7 +74,11 @@ def write_checkpoint(prepared: Prepared, made: Provenance, work: Path, stages: S
         with stages.stage("verify in ONNX Runtime"):
             difference = prepared.verify(work / GRAPH_NAME)
         stages.say(f"verified: largest logit difference {difference:.3g}{prepared.compared}")
-    _check_opset(work)
+    # Only standard operators may stand in a checkpoint, so that every backend compiles the same graph.
+    model = onnx.load(work / GRAPH_NAME, load_external_data=False)
+    domains = {opset.domain for written in (model, *model.functions) for opset in written.opset_import}
+    if foreign := sorted(domains - {"", "ai.onnx", DOMAIN}):
+        raise UnsupportedModelError(f"the exported graph needs operators outside standard ONNX: {', '.join(foreign)}")
     config = CheckpointConfig(
         graph=prepared.info,
         max_seq_len=prepared.max_seq_len,
@@ -90,11 +94,3 @@ def write_checkpoint(prepared: Prepared, made: Provenance, work: Path, stages: S
     )
     (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     return config
-
-
-def _check_opset(work: Path) -> None:
-    """Only standard operators may stand in a checkpoint, so that every backend compiles the same graph."""
-    model = onnx.load(work / GRAPH_NAME, load_external_data=False)
-    domains = {opset.domain for written in (model, *model.functions) for opset in written.opset_import}
-    if foreign := sorted(domains - {"", "ai.onnx", DOMAIN}):
-        raise UnsupportedModelError(f"the exported graph needs operators outside standard ONNX: {', '.join(foreign)}")

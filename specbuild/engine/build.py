@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from specbuild.artifacts.provenance import made_before, require_same
 from specbuild.compilers import choose
@@ -19,11 +21,9 @@ from specrun.backends import open_host_backend
 from specrun.backends.bit_exact_probe import probe
 from specrun.backends.pass_timing import time_passes
 from specrun.command_line import human_bytes
-from specrun.engine_dir.bit_exact import BitExact
 from specrun.engine_dir.config import CONFIG_NAME, EngineConfig, describe_file, read_config
 from specrun.engine_dir.contract import MARKOV_FILES
 from specrun.engine_dir.directories import new_directory, require_free
-from specrun.engine_dir.pass_times import PassTimes
 from specrun.errors import BuildConfigError, CheckpointError, EngineDirError
 from specrun.optional_packages import import_package
 from specrun.text.tokenizer import require_own_tokenizer, tokenizer_files
@@ -46,7 +46,7 @@ def build_engines(engines: list[EngineOptions], workers: int, force: bool, stage
     """
     missing = [plan.options for plan in plan_engines(engines, force, stages) if not plan.is_there]
     build = partial(_build_one, force=force)
-    if workers <= 1 or len(missing) <= 1:
+    if workers == 1 or len(missing) <= 1:
         for options in missing:
             with stages.stage(f"build {options.output_dir}", 1.0) as advance:
                 summary = build(options, advance=advance)
@@ -62,14 +62,14 @@ def build_engines(engines: list[EngineOptions], workers: int, force: bool, stage
 def plan_engines(engines: list[EngineOptions], force: bool, stages: Stages) -> list[EnginePlan]:
     """Check everything that is known before a build, and say what is to be known of each. Raises SpecError, OSError."""
     plans = [plan_engine(options) for options in engines]
-    for number, plan in enumerate(plans):
+    for plan in plans:
         output, checkpoint = plan.options.output_dir, plan.options.checkpoint_dir
         if output.resolve() == checkpoint.resolve():
             raise BuildConfigError(f"{output}: is the checkpoint itself; choose another --output_dir")
         if not force and (earlier := made_before(output, EngineConfig)):
             require_same(output, earlier, plan.provenance)
             stages.say(f"{output} is up to date")
-            plans[number] = plan.already_there()
+            plan.is_there = True
             continue
         require_free(output, force)
         stages.say(f"{output}: backend {plan.backend}: {plan.reason}")
@@ -101,7 +101,12 @@ def _needed_space(plans: list[EnginePlan]) -> dict[Path, int]:
 def _build_one(options: EngineOptions, force: bool, advance: Advance = lambda _amount: None) -> str:
     """Build one engine directory; returns a summary line. Raises SpecError."""
     stages = Stages()
-    config = _build(plan_engine(options), options.output_dir, force, advance)
+    with new_directory(options.output_dir, force) as work:
+        config = _compile(plan_engine(options), work, advance)
+        if config.backend.device == "cpu" and not config.graph.is_head:  # Only the target's bits are the text's.
+            config = config.model_copy(update=_measure(work, config))
+        # Written last: a directory without it does not load.
+        (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     size = sum(info.bytes for info in config.files.values())
     notes = "".join(f"; {note}" for note in config.provenance.notes)
     notes += f"; {config.bit_exact}" if config.bit_exact else ""
@@ -109,23 +114,10 @@ def _build_one(options: EngineOptions, force: bool, advance: Advance = lambda _a
     return f"{options.output_dir}: {made}{notes}"
 
 
-def _build(plan: EnginePlan, output: Path, force: bool, advance: Advance) -> EngineConfig:
-    with new_directory(output, force) as work:
-        config = _compile(plan, work, advance)
-        if config.backend.device == "cpu" and not config.graph.is_head:  # Only the target's bits are the text's.
-            config = config.model_copy(update=_measure(work, config))
-        # Written last: a directory without it does not load.
-        (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
-    return config
-
-
-def _measure(directory: Path, config: EngineConfig) -> dict[str, BitExact | PassTimes]:
+def _measure(directory: Path, config: EngineConfig) -> dict[str, Any]:
     """Which passes of the engine that was just built give a row the same bits, and how long they take."""
-    backend = open_host_backend(directory, config, blocks=0)
-    try:
+    with closing(open_host_backend(directory, config, blocks=0)) as backend:
         return {"bit_exact": probe(backend), "pass_times": time_passes(backend)}
-    finally:
-        backend.close()
 
 
 def _compile(plan: EnginePlan, work: Path, advance: Advance) -> EngineConfig:

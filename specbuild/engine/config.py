@@ -105,16 +105,12 @@ def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise BuildConfigError(f"{file}: 'engines' must be a list of settings, one item for each engine")
     for keys in (data, *entries):
-        for key in keys:
-            _known(str(key), file, top=keys is data)
+        valid = [*EngineOptions.model_fields, *(["engines"] if keys is data else [])]
+        for key in map(str, keys):
+            if key not in valid:
+                close = difflib.get_close_matches(key, valid, n=1, cutoff=0.0)[0]
+                raise BuildConfigError(f"{file}: unknown key {key!r}; did you mean {close!r}?")
     return data, entries
-
-
-def _known(key: str, file: Path, top: bool) -> None:
-    valid = [*EngineOptions.model_fields, *(["engines"] if top else [])]
-    if key not in valid:
-        close = difflib.get_close_matches(key, valid, n=1, cutoff=0.0)[0]
-        raise BuildConfigError(f"{file}: unknown key {key!r}; did you mean {close!r}?")
 
 
 def _validate(settings: dict[str, Any], where: str) -> EngineOptions:
@@ -128,11 +124,6 @@ def _validate(settings: dict[str, Any], where: str) -> EngineOptions:
         first = error.errors()[0]
         given = f", found {show(first['input'])}"
         raise BuildConfigError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}{given}") from error
-    _check_mode(options, where)
-    return options
-
-
-def _check_mode(options: EngineOptions, where: str) -> None:
     mode, length = options.speculative_decoding_mode, options.max_draft_len
     if mode == "draft_tokens_external" and not length:
         raise BuildConfigError(
@@ -143,6 +134,7 @@ def _check_mode(options: EngineOptions, where: str) -> None:
             f"{where}: max_draft_len {length} contradicts speculative_decoding_mode none; "
             "leave out one of them (max_draft_len alone implies draft_tokens_external)"
         )
+    return options
 
 
 def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[BuildConfig, list[str]]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 from specbuild.artifacts.inspect import facts_table, sizes
 from specbuild.engine.plan import EnginePlan
 from specbuild.engine.size import build_memory, cache_bytes, disk_bytes, disk_bytes_to_build, rank_bytes, weight_bytes
-from specbuild.files import existing
+from specbuild.files import free_bytes, say_free_memory
 from specrun.command_line import human_bytes
-from specrun.kv_cache.host_memory import free_memory
 
 _COMPILES = {
     "onnxruntime": "writing the weights; for a CPU also about a hundred passes of the engine, to compare their bits",
@@ -24,8 +20,6 @@ def describe_plan(plan: EnginePlan) -> str:
     """A page for people. Nothing is written."""
     build, options = plan.build, plan.options
     profiles = build.profiles if plan.backend != "onnxruntime" else []
-    memory = free_memory()
-    free = "" if memory is None else f"; {human_bytes(memory)} are free"
     facts = {
         "engine": str(options.output_dir),
         "would be": "left as it is: it is up to date" if plan.is_there else "built",
@@ -38,8 +32,8 @@ def describe_plan(plan: EnginePlan) -> str:
         "S_max": f"{build.cache_length} positions of a row in the cache",
         **{f"profile {number}": f"{profile.name}, {sizes(profile)}" for number, profile in enumerate(profiles)},
         "disk": f"about {human_bytes(disk_bytes(plan))}, and {human_bytes(disk_bytes_to_build(plan))} to build; "
-        f"{human_bytes(_free_disk(options.output_dir))} are free",
-        "memory to build": f"up to about {human_bytes(build_memory(plan))}{free}",
+        f"{human_bytes(free_bytes(options.output_dir))} are free",
+        "memory to build": f"up to about {human_bytes(build_memory(plan))}{say_free_memory()}",
         "memory to run": f"{human_bytes(weight_bytes(plan))} weights, {human_bytes(cache_bytes(plan))} KV cache for "
         f"{build.max_batch_size} rows at their longest; in addition the prefix cache and what is computed in",
         **_ranks(plan),
@@ -63,7 +57,3 @@ def _device(plan: EnginePlan) -> str:
         return "the CPU"
     named = ", ".join(f"{number // 10}.{number % 10}" for number in plan.options.compute_capabilities)
     return f"compute capabilities {named}" if named else (plan.options.device or "cuda")
-
-
-def _free_disk(directory: Path) -> int:
-    return shutil.disk_usage(existing(directory)).free

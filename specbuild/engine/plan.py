@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import onnx_ir as ir
 
@@ -29,7 +29,7 @@ _MAKERS = ("onnx", "onnx_ir", "numpy")
 _NOT_OF_THE_CONTENT = {"provenance", "max_logit_difference"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class EnginePlan:
     """One engine, as it would be built."""
 
@@ -63,10 +63,6 @@ class EnginePlan:
             weights = sum(tensor.nbytes * (2 if tensor.dtype in widened else 1) for tensor in stored)
             sizes.append((weights, caches_of(model)))
         return sizes
-
-    def already_there(self) -> EnginePlan:
-        """The same, with ``is_there``."""
-        return replace(self, is_there=True)
 
 
 def caches_of(model: ir.Model) -> list[CacheTensor]:
@@ -112,18 +108,11 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
             "backend": backend,
             "device": device,
             "compute_capabilities": list(options.compute_capabilities),
-            **_decided(build),
+            **build.model_dump(mode="json", exclude={"cache_length", "profiles"}),  # These follow from the others.
         },
         inputs=_inputs(checkpoint),
     )
     return EnginePlan(options, checkpoint, build, backend, device, compiler, reason, notes, made)
-
-
-def _decided(build: BuildConfig) -> dict[str, Any]:
-    """What of ``build`` does not follow from other options. One rank is not noted, as in engines of before."""
-    derived = {"cache_length", "profiles"} | ({"tp_size"} if build.tp_size == 1 else set())
-    derived |= {"kv_cache_dtype"} if build.kv_cache_dtype == "auto" else set()
-    return build.model_dump(mode="json", exclude=derived)
 
 
 def _check_ranks(options: EngineOptions, checkpoint: CheckpointConfig, device: str) -> None:

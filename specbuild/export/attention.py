@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from onnx_ir.tensor_adapters import from_torch_dtype
+from torch import Tensor
 from torch.onnx.ops import symbolic
 from transformers import AttentionInterface
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
@@ -29,7 +30,7 @@ IMPLEMENTATION = "specbuild_onnx"
 """The name under which attention and mask are registered with transformers."""
 
 
-def scatter(past: torch.Tensor, new: torch.Tensor, write_indices: torch.Tensor) -> torch.Tensor:
+def scatter(past: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
     """``past`` [B, H, S_max, D] with ``new`` [B, H, S, D] from position ``write_indices`` [B] on, in place."""
     attributes: dict[str, Any] = {"axis": -2, "mode": "linear"}
     inputs = (past, new.to(past.dtype), write_indices)
@@ -45,9 +46,9 @@ class ScatterLayer(CacheLayerMixin):
 
     def __init__(
         self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        write_indices: torch.Tensor,
+        key: Tensor,
+        value: Tensor,
+        write_indices: Tensor,
         rounding: tuple[TensorRounding, TensorRounding] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,30 +58,27 @@ class ScatterLayer(CacheLayerMixin):
         self.is_initialized = True
 
     @override
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the tensors are the graph's inputs."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
 
     @override
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.rounding is None:
-            self.keys = self._scatter(self.keys, key_states)
-            self.values = self._scatter(self.values, value_states)
+            self.keys = scatter(self.keys, key_states, self.write_indices)
+            self.values = scatter(self.values, value_states, self.write_indices)
             return self.keys, self.values
         key_rounding, value_rounding = self.rounding
-        self.keys = self._scatter(self.keys, _quantized(key_states, key_rounding, self.keys.dtype))
-        self.values = self._scatter(self.values, _quantized(value_states, value_rounding, self.values.dtype))
+        keys = _quantized(key_states, key_rounding, self.keys.dtype)
+        values = _quantized(value_states, value_rounding, self.values.dtype)
+        self.keys = scatter(self.keys, keys, self.write_indices)
+        self.values = scatter(self.values, values, self.write_indices)
         return (
             _dequantized(self.keys, key_rounding, key_states.dtype),
             _dequantized(self.values, value_rounding, value_states.dtype),
         )
-
-    def _scatter(self, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        return scatter(past, new, self.write_indices)
 
     @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -112,8 +110,8 @@ class ScatterCache(AnyLayersCache):
 
     def __init__(
         self,
-        past: list[torch.Tensor],
-        write_indices: torch.Tensor,
+        past: list[Tensor],
+        write_indices: Tensor,
         rounding: CacheRounding | None = None,
         recurrent: Mapping[int, RecurrentStates] = MappingProxyType({}),
         attending: Sequence[int] | None = None,
@@ -131,14 +129,14 @@ class ScatterCache(AnyLayersCache):
         self.write_indices = write_indices
 
     @override
-    def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:  # type: ignore[override]
+    def get_query_offset(self, layer_idx: int = 0) -> Tensor:  # type: ignore[override]
         return self.write_indices
 
-    def present(self) -> list[torch.Tensor]:
+    def present(self) -> list[Tensor]:
         return [tensor for layer in self.scatter_layers for tensor in (layer.keys, layer.values)]
 
 
-def _quantized(new: torch.Tensor, rounding: TensorRounding, dtype: torch.dtype) -> torch.Tensor:
+def _quantized(new: Tensor, rounding: TensorRounding, dtype: torch.dtype) -> Tensor:
     """The codes of new keys or values; see ``quantization.kv_cache``."""
     wide = new.float()
     if rounding.is_scaled:
@@ -147,14 +145,14 @@ def _quantized(new: torch.Tensor, rounding: TensorRounding, dtype: torch.dtype) 
     return symbolic("QuantizeLinear", (wide, *constants), dtype=dtype, shape=new.shape, version=24)
 
 
-def _dequantized(codes: torch.Tensor, rounding: TensorRounding, dtype: torch.dtype) -> torch.Tensor:
+def _dequantized(codes: Tensor, rounding: TensorRounding, dtype: torch.dtype) -> Tensor:
     """What codes say, but for the factors."""
     constants = (torch.tensor(rounding.scale), torch.zeros((), dtype=codes.dtype))
     attributes: Any = {} if dtype == torch.float32 else {"output_dtype": int(from_torch_dtype(dtype))}
     return symbolic("DequantizeLinear", (codes, *constants), attributes, dtype=dtype, shape=codes.shape, version=24)
 
 
-def _times_factors(states: torch.Tensor, rounding: TensorRounding) -> torch.Tensor:
+def _times_factors(states: Tensor, rounding: TensorRounding) -> Tensor:
     """states [B, H, S, D] times the factors [H_kv, D] of the key-value heads that heads share."""
     if not rounding.is_scaled:
         return states
@@ -166,35 +164,34 @@ def contract_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: torch.Tensor,
-    mask_function: Callable[..., torch.Tensor],
-    device: torch.device | str = "cpu",
+    q_offset: Tensor,
+    mask_function: Callable[..., Tensor],
     **_kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """The model's own mask rule on index tensors: bool [B, 1, S, S_max], True where a key is seen.
 
     HF's mask functions compare indices, so sliding windows and chunks need no code here. ``q_offset`` is
     ``write_indices`` [B], which gives every row its own positions.
     """
-    rows = torch.arange(batch_size, device=device)[:, None, None, None]
-    heads = torch.zeros(1, dtype=torch.int64, device=device)[None, :, None, None]
-    queries = (torch.arange(q_length, device=device)[None, :] + q_offset[:, None])[:, None, :, None]
-    keys = torch.arange(kv_length, device=device)[None, None, None, :]
+    rows = torch.arange(batch_size)[:, None, None, None]
+    heads = torch.zeros(1, dtype=torch.int64)[None, :, None, None]
+    queries = (torch.arange(q_length)[None, :] + q_offset[:, None])[:, None, :, None]
+    keys = torch.arange(kv_length)[None, None, None, :]
     return mask_function(rows, heads, queries, keys)
 
 
 def contract_attention(
     roundings: Mapping[int, tuple[TensorRounding, TensorRounding]],
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **_kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention over the whole cache under an explicit boolean mask.
 
     query [B, H, S, D], key and value [B, H_kv, S_max, D], mask bool [B, 1, S, S_max] -> [B, S, H, D].
@@ -223,14 +220,8 @@ def contract_attention(
 
 
 def _plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """Attention as MatMul and an fp32 softmax, with optional soft cap (Gemma 2) and sinks [H] (GPT-OSS).
 
     Engines for CPUs find it by the pattern in ``graph.attention_layers``.
@@ -260,13 +251,13 @@ def register(rounding: CacheRounding | None = None, attending: Sequence[int] = (
     ALL_EXPERTS_FUNCTIONS.register(experts.IMPLEMENTATION, experts.dense_experts)
 
 
-def gather_logits_positions(hidden_states: torch.Tensor, logits_to_keep: torch.Tensor) -> torch.Tensor:
+def gather_logits_positions(hidden_states: Tensor, logits_to_keep: Tensor) -> Tensor:
     """``hidden_states`` [B, S, H] at ``logits_to_keep`` [B, K] -> [B, K, H]; HF's own version fixes the batch size."""
     index = logits_to_keep[:, :, None].expand(-1, -1, hidden_states.shape[-1])
     return torch.gather(hidden_states, 1, index)
 
 
-def gather_features(features: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def gather_features(features: Tensor, positions: Tensor) -> Tensor:
     """``features`` [B, 1, S_max, W] at ``positions`` [B, K] -> [B, K, W]. Nothing else of them is touched."""
     index = positions[:, None, :, None].expand(-1, -1, -1, features.shape[-1])
     return torch.gather(features, 2, index)[:, 0]

@@ -12,40 +12,40 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.onnx.ops import rotary_embedding
+
+from specbuild.export.swaps import Swap
 
 NAMES = ["xq", "xk", "freqs_cis"]
 
 
-def rotate(heads_at: int, xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def rotate(heads_at: int, xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, ...]:
     """RotaryEmbedding-23 on interleaved pairs, in float32.
 
     xq, xk [B, H, S, D] for ``heads_at`` 1, [B, S, H, D] for 2; freqs_cis float32 [B, S, D/2, 2], as from ``angles``.
     """
     cos, sin = freqs_cis[..., 0], freqs_cis[..., 1]
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:
+    def rotated(x: Tensor) -> Tensor:
         heads_first = x.float() if heads_at == 1 else x.float().transpose(1, 2)
-        turned: torch.Tensor = rotary_embedding(heads_first, cos, sin, interleaved=True)
+        turned: Tensor = rotary_embedding(heads_first, cos, sin, interleaved=True)
         return (turned if heads_at == 1 else turned.transpose(1, 2)).type_as(x)
 
     return rotated(xq), rotated(xk)
 
 
-def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+def angles(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
     """Cosines and sines of position_ids [B, S]: float32 [B, S, D/2, 2]."""
-    turns: torch.Tensor = position_ids[..., None].float() * self.inv_freq.float()
+    turns: Tensor = position_ids[..., None].float() * self.inv_freq.float()
     return torch.stack([torch.cos(turns), torch.sin(turns)], dim=-1) * float(self.attention_scaling)
 
 
-def complex_rope_swaps(model: nn.Module, files: Sequence[Any]) -> list[tuple[Any, str, Callable[..., Any]]]:
+def complex_rope_swaps(model: nn.Module, files: Sequence[Any]) -> list[Swap]:
     """What stands in the classes of ``model`` and in its modelling ``files`` during the export."""
     name = "apply_rotary_emb"
     classes = {type(part): part for part in model.modules() if type(part).__name__.endswith("RotaryEmbedding")}
-    swaps: list[tuple[Any, str, Callable[..., Any]]] = [
-        (kind, "forward", angles) for kind, sample in classes.items() if _same_angles(sample)
-    ]
+    swaps: list[Swap] = [(kind, "forward", angles) for kind, sample in classes.items() if _same_angles(sample)]
     if swaps:
         for file in files:
             original = getattr(file, name, None)

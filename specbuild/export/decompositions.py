@@ -16,6 +16,8 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from specbuild.export.swaps import swapped
+
 _aten: Any = torch.ops.aten
 _CASTS = {_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device}
 _FOR_GRADIENTS = {_aten.detach.default, _aten.detach_.default}
@@ -54,11 +56,8 @@ def decomposed_where_needed() -> Iterator[None]:
         graph.eliminate_dead_code()
         return exported_program
 
-    _fx_passes.decompose_with_registry = decompose_if_needed
-    try:
+    with swapped((_fx_passes, "decompose_with_registry", decompose_if_needed)):
         yield
-    finally:
-        _fx_passes.decompose_with_registry = decompose
 
 
 def _rewrite(node: fx.Node) -> None:
@@ -79,7 +78,9 @@ def _rewrite(node: fx.Node) -> None:
 def _rewrite_cast(node: fx.Node, source: fx.Node) -> None:
     dtype = node.meta["val"].dtype
     is_output = any(user.op == "output" for user in node.users)  # Its name is part of the program's signature.
-    if source.meta["val"].dtype == dtype and not is_output and not _argument(node, "copy"):
+    names = [argument.name for argument in cast("Any", node.target)._schema.arguments]
+    is_copy = (dict(zip(names, node.args, strict=False)) | node.kwargs).get("copy")
+    if source.meta["val"].dtype == dtype and not is_output and not is_copy:
         node.replace_all_uses_with(source)
         node.graph.erase_node(node)
     else:
@@ -104,13 +105,6 @@ def _has_one_float_type(node: fx.Node) -> bool:
     """Whether the operator yields the type of its first input wherever it writes."""
     types = {each.meta["val"].dtype for each in (node, *node.all_input_nodes)}
     return len([each for each in types if each.is_floating_point]) == 1
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    """What an operator is given as ``name``; None: its default."""
-    names = [argument.name for argument in cast("Any", node.target)._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return given.get(name)
 
 
 def _replace_later_uses(node: fx.Node, other: fx.Node) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.onnx.ops import symbolic
 
 from specbuild.graph import ops as graphs
@@ -16,9 +17,7 @@ IMPLEMENTATION = "specbuild_dense"
 """The name under which the function is registered."""
 
 
-def dense_experts(
-    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+def dense_experts(self: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Every expert on every token, weighted by the router.
 
     hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H]. transformers' experts modules keep
@@ -28,7 +27,7 @@ def dense_experts(
     routing = torch.zeros(hidden_states.shape[0], experts.num_experts, dtype=top_k_weights.dtype)
     routing = routing.scatter(1, top_k_index, top_k_weights)
 
-    def linear(x: torch.Tensor, name: str, mark: str) -> torch.Tensor:
+    def linear(x: Tensor, name: str, mark: str) -> Tensor:
         weight = getattr(experts, name)
         weight = weight if experts.is_transposed else weight.transpose(1, 2)
         y = _marked("MatMul", (x, weight), (weight.shape[0], x.shape[1], weight.shape[2]), mark)
@@ -47,11 +46,11 @@ def dense_experts(
 
 def _marked(
     op_type: str,
-    inputs: tuple[torch.Tensor, torch.Tensor],
+    inputs: tuple[Tensor, Tensor],
     shape: torch.Size | tuple[int, ...],
     mark: str = graphs.EXPERTS_PART,
     **attributes: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """One ONNX node of the inputs' type, that ``used_experts`` can find."""
     return symbolic(
         op_type, inputs, attributes, dtype=inputs[0].dtype, shape=shape, metadata_props={graphs.EXPERTS: mark}

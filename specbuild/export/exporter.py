@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import onnx_ir as ir
 import torch
 import torch._dynamo.config
-from torch import nn
+from torch import Tensor, nn
 from torch.export import Dim
 from transformers import PreTrainedModel
 from typing_extensions import override
@@ -24,6 +24,7 @@ from specbuild.export.fused import fused_operators
 from specbuild.export.model_memory import ModelMemory
 from specbuild.export.query_scales import by_position
 from specbuild.export.recurrent import Progress, RecurrentStates
+from specbuild.export.swaps import swapped
 from specbuild.export.type_promotion import promoted_where_needed
 from specbuild.weights.kv_cache import CODE_TYPES, CacheRounding
 from specrun.engine_dir.cache_tensors import CacheTensor, StateTensor
@@ -62,12 +63,12 @@ class ContractModule(nn.Module):
     @override
     def forward(
         self,
-        input_ids: torch.Tensor,
-        write_indices: torch.Tensor,
-        logits_indices: torch.Tensor,
-        past: list[torch.Tensor],
-        recurrent: Sequence[torch.Tensor] = (),
-    ) -> tuple[torch.Tensor, ...]:
+        input_ids: Tensor,
+        write_indices: Tensor,
+        logits_indices: Tensor,
+        past: list[Tensor],
+        recurrent: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, ...]:
         """recurrent: ``state_indices``, ``keep_indices`` and the states; empty where no layer is recurrent."""
         keys_and_values = past[:-1] if self.fusion else past
         states = self._states(write_indices, recurrent)
@@ -87,7 +88,7 @@ class ContractModule(nn.Module):
         left = [states[tensor.layer].present[tensor.part] for tensor in self.memory.states]
         return (output.logits.float(), *cache.present(), *features, *left)
 
-    def _states(self, write_indices: torch.Tensor, recurrent: Sequence[torch.Tensor]) -> dict[int, RecurrentStates]:
+    def _states(self, write_indices: Tensor, recurrent: Sequence[Tensor]) -> dict[int, RecurrentStates]:
         """What each recurrent layer keeps."""
         states: dict[int, RecurrentStates] = {}
         for description, tensor in zip(self.memory.states, recurrent[2:], strict=True):
@@ -205,23 +206,18 @@ def _implementation(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def _bare_traces() -> Iterator[None]:
     """While it is open, torch keeps no notes for debugging, and writes no unused code."""
-    before = getattr(torch.fx.config, "do_not_emit_stack_traces", False)  # Another release may not ask.
-    torch.fx.config.do_not_emit_stack_traces = True  # Of each node, where its code stands.
-    # The cache of what operators yield costs more than it saves where dimensions are symbols.
-    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), _code_on_demand():
-        try:
-            yield
-        finally:
-            torch.fx.config.do_not_emit_stack_traces = before
-
-
-def _code_on_demand() -> AbstractContextManager[None]:
-    """A context in which torch writes Python code for a graph when it is called, and not whenever it changes."""
-    try:
+    code_on_demand: AbstractContextManager[None] = nullcontext()
+    with suppress(ImportError):  # Another release of torch has other internals; it takes the longer way.
         from torch.fx._lazy_graph_module import _use_lazy_graph_module
-    except ImportError:  # Another release of torch has other internals; it takes the longer way.
-        return nullcontext()
-    return _use_lazy_graph_module(True)
+
+        code_on_demand = _use_lazy_graph_module(True)  # It is written when a graph is called.
+    with (
+        swapped((torch.fx.config, "do_not_emit_stack_traces", True)),  # Of each node, where its code stands.
+        # The cache of what operators yield costs more than it saves where dimensions are symbols.
+        torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+        code_on_demand,
+    ):
+        yield
 
 
 @contextmanager
@@ -231,8 +227,7 @@ def _quiet() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             yield
         finally:

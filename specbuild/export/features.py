@@ -68,19 +68,16 @@ class Fusion(nn.Module):
         """states: [B, S, H_target] of each layer -> features [B, S, width]."""
         if not self.names:
             return states[0]
-        norms = [self._weight(name) for name in self.names if name.startswith("fc_norm.")]
+        norms = [self.get_parameter(name) for name in self.names if name.startswith("fc_norm.")]
         if norms:
             states = [rms_norm(state, norm, self.epsilon) for state, norm in zip(states, norms, strict=True)]
         fused = torch.cat(states, dim=-1)
         if "input_norm.weight" in self.names:
-            fused = rms_norm(fused, self._weight("input_norm.weight"), self.epsilon)
-        fused = functional.linear(fused, self._weight("fc.weight"))
+            fused = rms_norm(fused, self.get_parameter("input_norm.weight"), self.epsilon)
+        fused = functional.linear(fused, self.get_parameter("fc.weight"))
         if "hidden_norm.weight" in self.names:
-            fused = rms_norm(fused, self._weight("hidden_norm.weight"), self.epsilon)
+            fused = rms_norm(fused, self.get_parameter("hidden_norm.weight"), self.epsilon)
         return fused
-
-    def _weight(self, name: str) -> nn.Parameter:
-        return self.get_parameter(name)
 
 
 def is_fused(head: Head, name: str) -> bool:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.onnx.ops import rotary_embedding, symbolic
 
 from specbuild.export.attention import gather_logits_positions
 from specbuild.export.complex_rope import complex_rope_swaps
 from specbuild.export.recurrent import recurrent_functions
+from specbuild.export.swaps import Swap, swapped
 
 
 @contextmanager
@@ -26,17 +27,11 @@ def fused_operators(model: nn.Module) -> Iterator[list[str]]:
     """While active, ``model`` computes RoPE and RMSNorm through ONNX operators. Yields what was replaced."""
     files = modeling_files(model)
     rope = [*_rope_swaps(files), *complex_rope_swaps(model, files)]
-    swaps = [*rope, *_norm_swaps(model), *_logits_swaps(files)]
-    with ExitStack() as undo:
-        undo.enter_context(recurrent_functions(files))
-        for owner, name, replacement in swaps:
-            undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, replacement)
+    keep = "slice_logits_to_keep"
+    logits: list[Swap] = [(file, keep, gather_logits_positions) for file in files if hasattr(file, keep)]
+    swaps = [*rope, *_norm_swaps(model), *logits]
+    with recurrent_functions(files), swapped(*swaps):
         yield [f"{owner.__name__}.{name}" for owner, name, _ in swaps]
-
-
-Swap = tuple[Any, str, Callable[..., Any]]
-"""Owner, attribute name, what stands there during the export."""
 
 
 def modeling_files(model: nn.Module) -> list[Any]:
@@ -45,30 +40,25 @@ def modeling_files(model: nn.Module) -> list[Any]:
     return [sys.modules[name] for name in sorted(names) if not name.startswith("torch.")]
 
 
-def _logits_swaps(files: list[Any]) -> list[Swap]:
-    name = "slice_logits_to_keep"
-    return [(file, name, gather_logits_positions) for file in files if hasattr(file, name)]
-
-
 # RoPE
 
 QK = ["q", "k", "cos", "sin"]
 
 
-def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """RotaryEmbedding-23 on q, k [B, H, S, D] with cos, sin [B, S, R] whose two halves are the same, R <= D."""
     half = cos.shape[-1] // 2
     return _rope_of_halves(q, k, cos[..., :half], sin[..., :half])
 
 
-def _rope_of_halves(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+def _rope_of_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """The same with cos, sin [B, S, R / 2] (gpt-oss)."""
     width = 2 * cos.shape[-1]
     partial = width if width < q.shape[-1] else 0
     return tuple(rotary_embedding(x.to(cos.dtype), cos, sin, rotary_embedding_dim=partial) for x in (q, k))
 
 
-def _rope_in_dtype_of_q(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+def _rope_in_dtype_of_q(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """The same, cast back: for models whose cos and sin are float32 whatever the model's dtype (OLMo 2)."""
     return tuple(rotated.to(x.dtype) for x, rotated in zip((q, k), _rope(q, k, cos, sin), strict=True))
 
@@ -78,7 +68,7 @@ def _rope_swaps(files: list[Any]) -> list[Swap]:
     swaps: list[Swap] = []
     for file in files:
         original: Any = getattr(file, name, None)
-        if _takes_qk(original):
+        if original is not None and list(inspect.signature(original).parameters)[:4] == QK:
             candidates = ((_rope, 2), (_rope_in_dtype_of_q, 2), (_rope_of_halves, 1))
             fits = [rope for rope, halves in candidates if _same_rope(original, rope, halves)]
             swaps += [(file, name, _where_heads_come_first(original, rope)) for rope in fits[:1]]
@@ -96,10 +86,6 @@ def _where_heads_come_first(original: Callable[..., Any], rope: Callable[..., An
         return rope(*(given[name] for name in QK))
 
     return chosen
-
-
-def _takes_qk(function: Any) -> bool:
-    return function is not None and list(inspect.signature(function).parameters)[:4] == QK
 
 
 def _same_rope(original: Callable[..., Any], rope: Callable[..., Any], halves: int) -> bool:
@@ -136,10 +122,10 @@ def _norm_swaps(model: nn.Module) -> list[Swap]:
     return swaps
 
 
-def _where_weighted(original: Callable[..., Any], forward: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def _where_weighted(original: Callable[..., Any], forward: Callable[..., Tensor]) -> Callable[..., Any]:
     """``forward`` for norms that have a weight; others of the class (Gemma 4's of values) are the model's own."""
 
-    def chosen(self: Any, hidden_states: torch.Tensor) -> Any:
+    def chosen(self: Any, hidden_states: Tensor) -> Any:
         return original(self, hidden_states) if getattr(self, "weight", None) is None else forward(self, hidden_states)
 
     return chosen
@@ -149,22 +135,22 @@ def _epsilon(norm: Any) -> float:
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
-def _plain_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+def _plain_norm(self: Any, hidden_states: Tensor) -> Tensor:
     """RMSNormalization-23: fp32 inside, scaled by the weight in the model's dtype (Llama and its kin)."""
     return rms_norm(hidden_states, self.weight, _epsilon(self))
 
 
-def _wide_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+def _wide_norm(self: Any, hidden_states: Tensor) -> Tensor:
     """The same, scaled in fp32 too (gpt-oss, whose weights may stay in float32 whatever the model's dtype)."""
     return rms_norm(hidden_states.float(), self.weight.float(), _epsilon(self)).to(hidden_states.dtype)
 
 
-def _one_plus_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+def _one_plus_norm(self: Any, hidden_states: Tensor) -> Tensor:
     """The same with a weight of (1 + w) and fp32 throughout (Gemma)."""
     return rms_norm(hidden_states.float(), 1.0 + self.weight.float(), _epsilon(self)).to(hidden_states.dtype)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMS norm of the last axis, as one ONNX operator where it is exported."""
     if torch.compiler.is_exporting():
         attributes: dict[str, Any] = {"axis": -1, "epsilon": epsilon, "stash_type": 1}
@@ -174,7 +160,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     return normed.to(x.dtype) * weight
 
 
-def _same_norm(sample: Any, forward: Callable[..., torch.Tensor], dtype: torch.dtype) -> bool:
+def _same_norm(sample: Any, forward: Callable[..., Tensor], dtype: torch.dtype) -> bool:
     """Whether ``forward`` is the norm of states of ``dtype``."""
     x = torch.randn(2, 3, sample.weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(dtype)
     try:

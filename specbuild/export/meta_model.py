@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, modeling_utils
 
+from specbuild.export.swaps import swapped
 from specbuild.weights.lazy_tensors import Reader, Weight, parts
 from specbuild.weights.weight_map import find_origins, stack_numbered
 from specrun.errors import CheckpointError, SpecError, first_line
@@ -105,11 +106,8 @@ def _without_numbers(directory: Path, stored: dict[str, Reader]) -> Iterator[dic
         _refuse(directory, "mismatched", info.mismatched_keys)
         return info, index
 
-    setattr(modeling_utils, _LOAD, load_without_numbers)
-    try:
+    with swapped((modeling_utils, _LOAD, load_without_numbers)):
         yield origins
-    finally:
-        setattr(modeling_utils, _LOAD, load)
 
 
 def _weights(model: PreTrainedModel, origins: dict[str, Reader], directory: Path) -> dict[str, Weight]:

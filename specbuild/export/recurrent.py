@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.onnx.ops import symbolic_multi_out
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 from typing_extensions import override
 
+from specbuild.export.swaps import swapped
 from specbuild.graph.recurrent import CONVOLUTION, DOMAIN, RULES
 from specrun.engine_dir.cache_tensors import StateTensor
 from specrun.errors import UnsupportedModelError
@@ -31,11 +33,11 @@ L2_EPSILON = 1e-6
 class Progress:
     """The inputs that say how far each row is, [B] each."""
 
-    write_indices: torch.Tensor
-    state_indices: torch.Tensor
-    keep_indices: torch.Tensor
+    write_indices: Tensor
+    state_indices: Tensor
+    keep_indices: Tensor
 
-    def inputs(self) -> tuple[torch.Tensor, ...]:
+    def inputs(self) -> tuple[Tensor, ...]:
         return self.write_indices, self.state_indices, self.keep_indices
 
 
@@ -45,9 +47,9 @@ class RecurrentStates:
 
     progress: Progress | None
     """Inputs with each row's progress; None in a trial run, which only records the tensors."""
-    past: dict[str, torch.Tensor] = field(default_factory=dict)
+    past: dict[str, Tensor] = field(default_factory=dict)
     """The graph's inputs, by part."""
-    present: dict[str, torch.Tensor] = field(default_factory=dict)
+    present: dict[str, Tensor] = field(default_factory=dict)
     """The graph's outputs, by part."""
     tensors: list[StateTensor] = field(default_factory=list)
     """Tensors that a trial run has recorded."""
@@ -56,12 +58,7 @@ class RecurrentStates:
     convolutions: int = 0
     """Number of convolutions computed so far in this pass."""
 
-    @property
-    def has_state(self) -> bool:
-        """Whether the layer keeps more than the inputs of convolutions."""
-        return any(tensor.part == "state" for tensor in self.tensors)
-
-    def convolve(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
         """The causal convolution of x [B, C, S] with weight [C, K], over what went before too."""
         part = f"convolution.{self.convolutions}"
         self.convolutions += 1
@@ -82,15 +79,8 @@ class RecurrentStates:
         return y.transpose(1, 2).to(x.dtype)
 
     def attend(
-        self,
-        rule: str,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor | None,
-        scale: float,
-    ) -> torch.Tensor:
+        self, rule: str, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, scale: float
+    ) -> Tensor:
         """Linear attention by ``rule``: query and key [B, S, H, K], value [B, S, H, V], decay and beta [B, S, H].
 
         decay may be [B, S, H, K]. Returns [B, S, H, V], float32.
@@ -131,15 +121,13 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         """Nothing to do: the tensors are the graph's inputs."""
 
     @override
-    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **_kwargs: Any) -> torch.Tensor:
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **_kwargs: Any) -> Tensor:
         _active[:] = [self.states]
         return conv_states
 
     @override
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, state_idx: int = 0, **_kwargs: Any
-    ) -> torch.Tensor:
-        if self.states.progress is None and not self.states.has_state:
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_kwargs: Any) -> Tensor:
+        if self.states.progress is None and not any(tensor.part == "state" for tensor in self.states.tensors):
             raise UnsupportedModelError("its recurrent layers update their states by a rule that is not known")
         return recurrent_states
 
@@ -161,12 +149,8 @@ class AnyLayersCache(Cache):
 
 
 def causal_conv1d(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    **_kwargs: Any,
-) -> torch.Tensor:
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_kwargs: Any
+) -> Tensor:
     """In place of ``causal_conv1d_fn`` for hidden_states [B, C, S] and weight [C, K]."""
     y = _active[0].convolve(hidden_states.to(weight.dtype), weight)
     if bias is not None:
@@ -177,14 +161,14 @@ def causal_conv1d(
 
 
 def gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
     **_kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """In place of ``torch_chunk_gated_delta_rule`` (arXiv 2412.06464) and ``chunk_kimi_delta_attention``.
 
     The latter has a decay for every channel of the keys (arXiv 2510.26692). The second result is not looked at.
@@ -198,14 +182,14 @@ def gated_delta_rule(
 
 
 def mamba2_scan(
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     chunk_size: int,
-    D: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
@@ -226,7 +210,7 @@ def mamba2_scan(
     return (output, output) if return_final_states else output
 
 
-def _per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _per_head(x: Tensor, heads: int) -> Tensor:
     """x [B, S, groups, D] with each group repeated for its heads."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
@@ -243,13 +227,8 @@ SWAPS: dict[str, Callable[..., Any]] = {
 @contextmanager
 def recurrent_functions(files: Sequence[Any]) -> Iterator[None]:
     """While active, the modelling ``files`` call the functions above in place of their own."""
-    swapped = [(file, name) for file in files for name in SWAPS if hasattr(file, name)]
-    before = [getattr(file, name) for file, name in swapped]
-    for file, name in swapped:
-        setattr(file, name, SWAPS[name])
-    try:
-        yield
-    finally:
-        for (file, name), own in zip(swapped, before, strict=True):
-            setattr(file, name, own)
-        _active.clear()
+    with swapped(*((file, name, own) for file in files for name, own in SWAPS.items() if hasattr(file, name))):
+        try:
+            yield
+        finally:
+            _active.clear()

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
@@ -41,7 +42,7 @@ FAR_STEPS = ((4,), (1,), (1,))
 """New tokens of the one row in each call behind a long text."""
 _FAR_TOKENS = sum(step for (step,) in FAR_STEPS)
 
-SeeInput = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
+SeeInput = Callable[[nn.Parameter, Tensor], Tensor]
 """Takes a weight and what it is to be multiplied by, [.., K]; gives what it is multiplied by. See ``part_of``."""
 
 SLICE = 1 << 23
@@ -76,13 +77,19 @@ def reference_logits(
     fusion: of the features that a head wants.
     Raises VerificationError where they are not finite.
     """
-    steps = _steps_within(max_seq_len)
+    steps, used = [], 0
+    for step in STEPS:  # Those that fit.
+        used += max(step)
+        if used > max_seq_len:
+            break
+        steps.append(step)
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, vocab_size, (2, sum(max(step) for step in steps)), dtype=np.int64)
     with torch.no_grad(), Float32(), watched(model, fusion) as fused:
         output = model(input_ids=torch.from_numpy(tokens), use_cache=False)
         features = finite(fused().numpy(), "the features for the head") if fusion else None
-    return Reference(tokens, finite(output.logits.float().numpy(), "the model's own logits"), steps, features=features)
+    logits = finite(output.logits.float().numpy(), "the model's own logits")
+    return Reference(tokens, logits, tuple(steps), features=features)
 
 
 def far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int) -> Reference | None:
@@ -93,7 +100,8 @@ def far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int) -> 
     Raises VerificationError where the logits are not finite.
     """
     config = model.config.get_text_config()
-    ropes = _rope_parameters(config)
+    rope = getattr(config, "rope_parameters", None) or {}  # Of the whole model, or of each type of layers.
+    ropes = [rope] if "rope_type" in rope else [own for own in rope.values() if isinstance(own, dict)]
     windows = {getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
     switches = {rope.get("original_max_position_embeddings") for rope in ropes if rope.get("rope_type") == "longrope"}
     reached = [n for n in windows | switches if isinstance(n, int) and 0 < n <= max_seq_len - _FAR_TOKENS - 2]
@@ -152,7 +160,7 @@ class _MadeUpLayer(DynamicLayer):
         return self.reference.start
 
     @override
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """Keys and values with new ones behind them; the new ones are not kept."""
         names = past_names(self.info.layers)[2 * self.layer : 2 * self.layer + 2]
         made = (made_up_cache(self.info, self.reference, name, self.reference.start) for name in names)
@@ -162,30 +170,13 @@ class _MadeUpLayer(DynamicLayer):
         )
 
 
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Of the whole model, or of each type of layers."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return [parameters] if "rope_type" in parameters else [own for own in parameters.values() if isinstance(own, dict)]
-
-
-def _steps_within(max_seq_len: int) -> tuple[tuple[int, int], ...]:
-    """The steps that fit into ``max_seq_len`` positions."""
-    steps, used = [], 0
-    for step in STEPS:
-        used += max(step)
-        if used > max_seq_len:
-            break
-        steps.append(step)
-    return tuple(steps)
-
-
 _SHAPES = {
-    *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "device", "is_meta", "requires_grad")),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex")),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "is_meta", "requires_grad")),
 }
 """Functions of a weight that do not read its numbers."""
-_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-_DTYPE = getattr(torch.Tensor, "dtype").__get__  # noqa: B009 (mypy takes it for a dtype)
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_DTYPE = getattr(Tensor, "dtype").__get__  # noqa: B009 (mypy takes it for a dtype)
 
 
 def asks_shape(func: Any) -> bool:
@@ -223,26 +214,23 @@ class Float32(TorchFunctionMode):
             args = (self.see_input(args[1], args[0]), args[1])
         if func is functional.embedding and source:
             return _embedding(args[0], getattr(args[1], "lookup", source))
-        if func is torch.Tensor.__getitem__ and (source := getattr(args[0], "source", None)) and _is_row(args[1]):
+        if func is Tensor.__getitem__ and (source := getattr(args[0], "source", None)) and _is_row(args[1]):
             row = placeholder(source.row(int(args[1])))
             row.part_of = (args[0], int(args[1]))  # type: ignore[attr-defined]
             return row
-        return func(*_wide(args), **_wide(kwargs))
+        args, kwargs = tree_map(_wide, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _wide(value: Any) -> Any:
-    """Parameters as float32, those of a meta model read from its checkpoint."""
-    if isinstance(value, tuple | list):
-        return type(value)(_wide(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _wide(item) for key, item in value.items()}
+    """A parameter as float32, one of a meta model read from its checkpoint; other values as they are."""
     if not isinstance(value, nn.Parameter) or not value.is_floating_point():
         return value
     source = getattr(value, "source", None)
     return _read(source, slice(None)) if source else value.float()
 
 
-def _read(source: Weight, rows: slice) -> torch.Tensor:
+def _read(source: Weight, rows: slice) -> Tensor:
     """Rows in float32; the narrower original is never there as a whole."""
     first, last, _ = rows.indices(source.shape[0])
     wide = torch.empty(last - first, *source.shape[1:])
@@ -252,19 +240,17 @@ def _read(source: Weight, rows: slice) -> torch.Tensor:
     return wide
 
 
-def _linear(x: torch.Tensor, source: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(x: Tensor, source: Weight, bias: Tensor | None = None) -> Tensor:
     step = max(1, SLICE // source.shape[1])
     slices = (_read(source, slice(row, row + step)) for row in range(0, source.shape[0], step))
     output = torch.cat([functional.linear(x.float(), part) for part in slices], dim=-1)
     return output if bias is None else output + bias.float()
 
 
-def _embedding(ids: torch.Tensor, source: Weight) -> torch.Tensor:
+def _embedding(ids: Tensor, source: Weight) -> Tensor:
     rows, places = torch.unique(ids, return_inverse=True)
     return torch.cat([_read(source, slice(row, row + 1)) for row in rows.tolist()])[places]
 
 
 def _is_row(index: object) -> bool:
-    return isinstance(index, int) or (
-        isinstance(index, torch.Tensor) and index.dim() == 0 and index.dtype != torch.bool
-    )
+    return isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0 and index.dtype != torch.bool)

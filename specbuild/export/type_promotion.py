@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from specbuild.export.swaps import swapped
+
 _TypeOfNumber = Callable[[type], torch.dtype | None]
 """The type that ``torch.onnx`` takes a number for, by its class."""
 
@@ -39,11 +41,8 @@ def promoted_where_needed() -> Iterator[None]:
                 promote(graph_module)
                 return
 
-    _fx_passes.insert_type_promotion_nodes = promote_if_needed
-    try:
+    with swapped((_fx_passes, "insert_type_promotion_nodes", promote_if_needed)):
         yield
-    finally:
-        _fx_passes.insert_type_promotion_nodes = promote
 
 
 def _is_converted(node: fx.Node, rule: Any, type_of: _TypeOfNumber) -> bool:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from specbuild.graph.ops import BATCH, CACHE, SEQUENCE, initializer
+from specbuild.graph.ops import BATCH, CACHE, SEQUENCE, constant
 from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
 
 Array = npt.NDArray[Any]
@@ -55,15 +55,13 @@ def drop_causal_masks(model: ir.Model, cache_length: int) -> tuple[int, int]:
     lengths = None
     changed = 0
     for node in nodes:
-        if len(node.inputs) != 4 or node.inputs[3] is None or not _fits_flash(node):
+        if len(node.inputs) != 4 or (mask := node.inputs[3]) is None or not _fits_flash(node):
             continue
-        mask = node.inputs[3]
         if mask not in proved:
-            proved[mask] = is_causal(mask, cache_length)
+            proved[mask] = causal_window(mask, cache_length) == cache_length
         if not proved[mask]:
             continue
-        if lengths is None:
-            lengths = _row_lengths(model)
+        lengths = lengths or _row_lengths(model)
         masked = node.outputs[0]
         causal = ir.node(
             "Attention",
@@ -77,11 +75,6 @@ def drop_causal_masks(model: ir.Model, cache_length: int) -> tuple[int, int]:
         changed += 1
     RemoveUnusedNodesPass()(model)
     return changed, len(nodes)
-
-
-def is_causal(mask: ir.Value, cache_length: int) -> bool:
-    """Whether the mask is key <= position and nothing else, in a cache of ``cache_length``."""
-    return causal_window(mask, cache_length) == cache_length
 
 
 def causal_window(mask: ir.Value, cache_length: int) -> int | None:
@@ -159,7 +152,7 @@ def _row_lengths(model: ir.Model) -> ir.Value:
     ONNX Runtime knows S on the host. A copy to the GPU could not be captured; a range of one number is made there.
     """
     inputs = {value.name: value for value in model.graph.inputs}
-    beyond = initializer(model.graph, "row_lengths.beyond", ir.tensor(np.array(1 << 40, np.int64)))
+    beyond = constant(model.graph, "row_lengths.beyond", 1 << 40)
     size = ir.node("Shape", [inputs[INPUT_IDS]], {"start": 1, "end": 2}, name="row_lengths.size")
     number = ir.node("Squeeze", size.outputs, name="row_lengths.number")
     tokens = ir.node("Range", [number.outputs[0], beyond, beyond], name="row_lengths.tokens")

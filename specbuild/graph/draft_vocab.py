@@ -6,14 +6,13 @@ quarter of all bytes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.graph import ops as graphs
+from specbuild.weights.packed import lazy
 from specrun.errors import UnsupportedModelError
 
 _ELEMENTWISE = {"Add", "Cast", "Div", "Mul", "Tanh"}
@@ -39,12 +38,9 @@ def keep_logits(model: ir.Model, tokens: Tokens, vocab_size: int) -> None:
     _narrow(graph, logits, tokens, vocab_size)
     slots = np.full(vocab_size, len(tokens), np.int64)
     slots[tokens] = np.arange(len(tokens))
-    constants: dict[str, npt.NDArray[Any]] = {
-        "draft_vocab.pads": np.array([0, 0, 0, 0, 0, 1], np.int64),
-        "draft_vocab.never": np.array(-np.inf, np.float32),
-        "draft_vocab.slots": slots,
-    }
-    pads, never, places = (graphs.initializer(graph, name, ir.Tensor(array)) for name, array in constants.items())
+    pads = graphs.constant(graph, "draft_vocab.pads", [0, 0, 0, 0, 0, 1])
+    never = graphs.constant(graph, "draft_vocab.never", np.float32(-np.inf))
+    places = graphs.constant(graph, "draft_vocab.slots", slots)
     name, kind, shape = logits.name, logits.type, logits.shape
     logits.name, logits.shape = "drafted_logits", None
     padded = ir.node("Pad", [logits, pads, never], name="draft_vocab.pad")
@@ -97,10 +93,7 @@ def _chosen_constant(graph: ir.Graph, value: ir.Value, tokens: Tokens, vocab_siz
     axis = min(axis, len(sizes) - 1)
     if axis < 0 or sizes[axis] != vocab_size:
         return value
-
-    def chosen() -> ir.TensorProtocol:
-        return ir.Tensor(np.take(np.asarray(stored.numpy()), tokens, axis=axis), dtype=stored.dtype)
-
     sizes[axis] = len(tokens)
     name = f"{value.name}.drafted"
-    return graphs.initializer(graph, name, ir.LazyTensor(chosen, stored.dtype, ir.Shape(sizes), name=name))
+    chosen = lazy(stored.dtype, sizes, lambda: np.take(stored.numpy(), tokens, axis=axis), name)
+    return graphs.initializer(graph, name, chosen)

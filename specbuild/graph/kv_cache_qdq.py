@@ -38,10 +38,8 @@ def drop_cache_rounding(model: ir.Model) -> int:
     """Let keys and values pass unrounded, divided by their factors, in place. Returns how many tensors had rounding."""
     updates = cache_updates(model)
     for quantize, scatter, readers in updates:
-        x, past, present = quantize.inputs[0], scatter.inputs[0], scatter.outputs[0]
-        if x is None or past is None:
-            raise ValueError(f"{scatter.name}: without inputs")
-        scatter.replace_input_with(1, x)
+        past, present = graphs.input_of(scatter, 0), scatter.outputs[0]
+        scatter.replace_input_with(1, quantize.inputs[0])
         past.type = present.type = ir.TensorType(ir.DataType.FLOAT)
         for reader in readers:
             # Factors are divided in float32, whatever the model computes in.
@@ -63,7 +61,8 @@ def drop_cache_rounding(model: ir.Model) -> int:
 def drop_cache_factors(model: ir.Model) -> None:
     """Leave out the factors of keys and values whose rounding was dropped, in place: products cancel them."""
     for layer in list(attention_layers(model)):
-        scaled_output = _reader_factors(layer.node.outputs[0])
+        readers = [use.node for use in layer.node.outputs[0].uses()]
+        scaled_output = _factors(readers[0].outputs[0], "Mul") if len(readers) == 1 else None
         pairs = [(_factors(layer.query, "Mul"), layer.keys), (scaled_output, layer.values)]
         for scaled, cache in pairs:
             scatter = _producer(cache, "TensorScatter")
@@ -86,12 +85,6 @@ def _factors(value: ir.Value | None, operator: str) -> tuple[ir.Node, npt.NDArra
     return node, np.asarray(tensor.numpy()[:, 0], np.float32)
 
 
-def _reader_factors(value: ir.Value) -> tuple[ir.Node, npt.NDArray[np.float32]] | None:
-    """The same of the product that alone reads ``value``."""
-    readers = [use.node for use in value.uses()]
-    return _factors(readers[0].outputs[0], "Mul") if len(readers) == 1 else None
-
-
 def _producer(value: ir.Value | None, operator: str) -> ir.Node | None:
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == operator else None
@@ -99,10 +92,7 @@ def _producer(value: ir.Value | None, operator: str) -> ir.Node | None:
 
 def _bypass(model: ir.Model, node: ir.Node) -> None:
     """Let the readers of ``node`` read its first input."""
-    value = node.inputs[0]
-    if value is None:
-        raise ValueError(f"{node.name}: without an input")
-    ir.convenience.replace_all_uses_with(node.outputs[0], value)
+    ir.convenience.replace_all_uses_with(node.outputs[0], graphs.input_of(node, 0))
     model.graph.remove(node, safe=True)
 
 
@@ -115,7 +105,7 @@ def leave_writing_to_caller(model: ir.Model, cache_length: int) -> int:
     """
     updates = cache_updates(model)
     outputs = model.graph.outputs
-    masks = _Masks(model, cache_length)
+    attending: dict[ir.Node, None] = {}
     for quantize, scatter, readers in updates:
         codes, past, present = quantize.outputs[0], scatter.inputs[0], scatter.outputs[0]
         name, heads, width = present.name, present.shape[1], present.shape[3]  # type: ignore[index]
@@ -138,62 +128,50 @@ def leave_writing_to_caller(model: ir.Model, cache_length: int) -> int:
                         "takes an 8-bit cache of fused attention only; convert without --kv_cache_dtype"
                     )
                 use.node.replace_input_with(use.idx, both.outputs[0])
-                masks.lengthen(use.node)
+                attending[use.node] = None
         model.graph.remove(scatter)
         present.name, codes.name = f"{name}.in_place", name
         codes.shape = ir.Shape([graphs.BATCH, heads, graphs.SEQUENCE, width])
         outputs[next(i for i, value in enumerate(outputs) if value is present)] = codes
+    longer: dict[ir.Value, ir.Value] = {}
+    for node in attending:
+        if len(node.inputs) < 4 or (mask := node.inputs[3]) is None:
+            raise BuildError(f"{node.name}: attention without a mask")
+        if mask not in longer:
+            longer[mask] = _longer(model.graph, mask, node, cache_length, f"kv_cache.mask.{len(longer)}")
+        node.replace_input_with(3, longer[mask])
     return len(updates)
 
 
-class _Masks:
-    """Masks of Attention over a cache and the new positions behind it; each is made once."""
+def _longer(graph: ir.Graph, mask: ir.Value, before: ir.Node, cache_length: int, name: str) -> ir.Value:
+    """A mask, bool [B, 1, S, S_max], as [B, 1, S, S_max + S], over a cache and the new positions behind it.
 
-    def __init__(self, model: ir.Model, cache_length: int) -> None:
-        self._graph, self._length = model.graph, cache_length
-        self._inputs = {value.name: value for value in model.graph.inputs}
-        self._longer: dict[ir.Value, ir.Value] = {}
-        self._done: set[ir.Node] = set()
+    Old keys stand before write_indices; a new one's column is that of its position.
+    """
+    nodes: list[ir.Node] = []
 
-    def lengthen(self, node: ir.Node) -> None:
-        """Give ``node`` its mask, bool [B, 1, S, S_max], as [B, 1, S, S_max + S]."""
-        mask = node.inputs[3] if len(node.inputs) > 3 else None
-        if node in self._done:
-            return
-        if mask is None:
-            raise BuildError(f"{node.name}: attention without a mask")
-        if mask not in self._longer:
-            self._longer[mask] = self._make(mask, node, f"kv_cache.mask.{len(self._longer)}")
-        node.replace_input_with(3, self._longer[mask])
-        self._done.add(node)
+    def add(op_type: str, kind: ir.DataType, *inputs: ir.Value, **attributes: int) -> ir.Value:
+        made = ir.node(op_type, inputs, attributes, name=f"{name}.{len(nodes)}")
+        made.outputs[0].name, made.outputs[0].type = made.name, ir.TensorType(kind)
+        nodes.append(made)
+        return made.outputs[0]
 
-    def _make(self, mask: ir.Value, node: ir.Node, name: str) -> ir.Value:
-        """Old keys stand before write_indices; a new one's column is that of its position."""
-        nodes: list[ir.Node] = []
+    def constant(role: str, numbers: npt.ArrayLike) -> ir.Value:
+        return graphs.constant(graph, f"kv_cache.{role}", np.asarray(numbers, np.int64))
 
-        def add(op_type: str, kind: ir.DataType, *inputs: ir.Value, **attributes: int) -> ir.Value:
-            made = ir.node(op_type, inputs, attributes, name=f"{name}.{len(nodes)}")
-            made.outputs[0].name, made.outputs[0].type = made.name, ir.TensorType(kind)
-            nodes.append(made)
-            return made.outputs[0]
-
-        def constant(role: str, numbers: list[int]) -> ir.Value:
-            array = np.array(numbers, np.int64)
-            return graphs.initializer(self._graph, f"kv_cache.{role}", ir.Tensor(array, name=f"kv_cache.{role}"))
-
-        integer, boolean = ir.DataType.INT64, ir.DataType.BOOL
-        start = add("Unsqueeze", integer, self._inputs[WRITE_INDICES], constant("rows", [1, 2, 3]))
-        old = add("Less", boolean, constant("positions", list(range(self._length))), start)
-        batch = add("Shape", integer, self._inputs[INPUT_IDS], start=0, end=1)
-        tokens = add("Shape", integer, self._inputs[INPUT_IDS], start=1, end=2)
-        one = constant("one", [1])
-        shape = add("Concat", integer, batch, one, tokens, tokens, axis=0)
-        first, last = constant("zero", [0]), tokens
-        numbers = add("Slice", integer, constant("positions", list(range(self._length))), first, last)
-        places = add("Add", integer, start, numbers)
-        new = add("GatherElements", boolean, mask, add("Expand", integer, places, shape), axis=3)
-        # TensorRT-RTX 1.7 compiles no mask for one row that a Concat gives, so And comes last.
-        known = add("Concat", boolean, old, add("GreaterOrEqual", boolean, places, start), axis=3)
-        both = add("And", boolean, add("Concat", boolean, mask, new, axis=3), known)
-        self._graph.insert_before(node, nodes)
-        return both
+    inputs = {value.name: value for value in graph.inputs}
+    integer, boolean = ir.DataType.INT64, ir.DataType.BOOL
+    positions = constant("positions", np.arange(cache_length))
+    start = add("Unsqueeze", integer, inputs[WRITE_INDICES], constant("rows", [1, 2, 3]))
+    old = add("Less", boolean, positions, start)
+    batch = add("Shape", integer, inputs[INPUT_IDS], start=0, end=1)
+    tokens = add("Shape", integer, inputs[INPUT_IDS], start=1, end=2)
+    shape = add("Concat", integer, batch, constant("one", [1]), tokens, tokens, axis=0)
+    numbers = add("Slice", integer, positions, constant("zero", [0]), tokens)
+    places = add("Add", integer, start, numbers)
+    new = add("GatherElements", boolean, mask, add("Expand", integer, places, shape), axis=3)
+    # TensorRT-RTX 1.7 compiles no mask for one row that a Concat gives, so And comes last.
+    known = add("Concat", boolean, old, add("GreaterOrEqual", boolean, places, start), axis=3)
+    both = add("And", boolean, add("Concat", boolean, mask, new, axis=3), known)
+    graph.insert_before(before, nodes)
+    return both

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 BATCH, SEQUENCE, KEPT, CACHE = "batch", "sequence", "logits", "cache_length"
@@ -50,6 +51,14 @@ def inner_values(model: ir.Model) -> list[ir.Value]:
     return [value for node in model.graph for value in node.outputs if value not in outputs]
 
 
+def input_of(node: ir.Node, index: int) -> ir.Value:
+    """One of ``node``'s inputs. Raises ValueError where it has none there."""
+    value = node.inputs[index]
+    if value is None:
+        raise ValueError(f"{node.name}: without input {index}")
+    return value
+
+
 def initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
     """A constant of ``graph``; one that is there already under this name is the same."""
     if name not in graph.initializers:
@@ -57,6 +66,11 @@ def initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Val
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
         graph.register_initializer(value)
     return graph.initializers[name]
+
+
+def constant(graph: ir.Graph, name: str, numbers: npt.ArrayLike) -> ir.Value:
+    """``initializer`` of these numbers."""
+    return initializer(graph, name, ir.tensor(np.asarray(numbers), name=name))
 
 
 def constant_factors(value: ir.Value) -> Iterator[ir.TensorProtocol]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
@@ -26,11 +26,8 @@ def pad_single_queries(model: ir.Model) -> int:
     layers = [layer for layer in attention_layers(model) if layer.node.op_type == "Attention"]
     if not layers:
         return 0
-    constants = {"one": [1], "zero": [0], "axis": [2], "seen": True}
-    one, zero, axis, seen = (
-        graphs.initializer(graph, f"{_PREFIX}.{name}", ir.tensor(np.array(value), name=f"{_PREFIX}.{name}"))
-        for name, value in constants.items()
-    )
+    constants: dict[str, npt.ArrayLike] = {"one": [1], "zero": [0], "axis": [2], "seen": True}
+    one, zero, axis, seen = (graphs.constant(graph, f"{_PREFIX}.{name}", value) for name, value in constants.items())
     input_ids = next(value for value in graph.inputs if value.name == INPUT_IDS)
     length = _node("Shape", [input_ids], "length", {"start": 1, "end": 2})
     is_single = _node("Equal", [length.outputs[0], one], "is_single")

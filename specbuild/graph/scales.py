@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
-from specbuild.weights.packed import as_float32, block_sums, times_units
+from specbuild.weights.packed import as_float32, block_sums, lazy, times_units
 
 
 def make_numbers_of_scales(model: ir.Model) -> None:
@@ -35,13 +36,11 @@ def _numbers(
     axis = node.attributes.get_int("axis", 1)
     channels = 1 - axis if "block_size" in node.attributes else axis
 
-    def numbers() -> ir.TensorProtocol:
-        product = times_units(as_float32(codes), as_float32(units), channels)
-        return ir.Tensor(product.astype(dtype.numpy()), dtype=dtype)
+    def numbers() -> npt.NDArray[Any]:
+        return times_units(as_float32(codes), as_float32(units), channels).astype(dtype.numpy())
 
     name = f"{node.outputs[0].name}.{dtype.name.lower()}"
-    lazy = ir.LazyTensor(numbers, dtype, ir.Shape(list(codes.shape.numpy())), name=name)
-    return graphs.initializer(graph, name, lazy)
+    return graphs.initializer(graph, name, lazy(dtype, codes.shape.numpy(), numbers, name))
 
 
 class Added(NamedTuple):
@@ -60,6 +59,31 @@ class Added(NamedTuple):
         return (
             self.left.op_type == "Gather" and self.left.inputs[1] is ids and _adds_up(self.product, inputs, block, True)
         )
+
+
+def add_offsets(graph: ir.Graph, product: ir.Node, offsets: ir.Value, inputs: int, block: int, name: str) -> ir.Node:
+    """Add to ``product`` what ``offsets`` [K / block, N] of its weight's blocks make of its input. In place.
+
+    Returns the product with the offsets.
+    """
+    y = product.outputs[0]
+    dtype = offsets.dtype or y.dtype
+    assert dtype is not None
+    adder = ir.tensor(block_sums(inputs, block).astype(dtype.numpy()), dtype=dtype)
+    factor = graphs.initializer(graph, f"quantization.blocks.{inputs}.{block}", adder)
+    sums = ir.node("MatMul", [product.inputs[0], factor], name=f"{name}.sums")
+    shift = ir.node("MatMul", [sums.outputs[0], offsets], name=f"{name}.shift")
+    total = ir.node("Add", [y, shift.outputs[0]], name=f"{name}.total")
+    whole, later = total.outputs[0], [use for use in y.uses() if use.node is not total]
+    for made in (sums, shift, total):
+        made.outputs[0].name, made.outputs[0].type = made.name, ir.TensorType(dtype)
+    graph.insert_after(product, [sums, shift, total])
+    for use in later:
+        use.node.replace_input_with(use.idx, whole)
+    if y.is_graph_output():
+        graph.outputs[graph.outputs.index(y)] = whole
+        whole.name, y.name, whole.shape = y.name, whole.name, y.shape
+    return shift
 
 
 def added_to(node: ir.Node) -> Added | None:

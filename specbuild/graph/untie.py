@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.graph import ops as graphs
+from specbuild.weights.packed import lazy
 
 
 def untie_heads(model: ir.Model) -> int:
@@ -42,10 +42,7 @@ def _constant(graph: ir.Graph, value: ir.Value) -> ir.Value:
     stored = value.const_value
     if stored is None or len(stored.shape) != 2:
         return value
-
-    def turned() -> ir.TensorProtocol:
-        return ir.Tensor(np.ascontiguousarray(np.asarray(stored.numpy()).T), dtype=stored.dtype)
-
-    shape = ir.Shape([int(size) for size in reversed(stored.shape.numpy())])
     name = f"{value.name}.turned"
-    return graphs.initializer(graph, name, ir.LazyTensor(turned, stored.dtype, shape, name=name))
+    return graphs.initializer(
+        graph, name, lazy(stored.dtype, stored.shape.numpy()[::-1], lambda: stored.numpy().T, name)
+    )

@@ -44,7 +44,7 @@ class StoredPart(NamedTuple):
         if self.expert is None and _is_table(node):  # Each row has its scales.
             inputs += [self._rows(scale) for scale in scales]
         elif block is None:  # One scale a channel or matrix; of stacked experts each has one.
-            inputs += [scale if self.expert is None else self._scalar(scale) for scale in scales]
+            inputs += [scale if self.expert is None else self.of(scale, nodes) for scale in scales]
             if self.expert is not None:
                 attributes.pop("axis", None)
         else:
@@ -62,7 +62,9 @@ class StoredPart(NamedTuple):
 
     def _stored(self, value: ir.Value, row: bool) -> ir.Value:
         assert value.const_value is not None
-        rows, columns = (int(size) for size in value.const_value.shape.numpy()[-2:])
+        *_, rows, columns = sizes = (1, *(int(size) for size in value.const_value.shape.numpy()))
+        if len(sizes) == 2:  # A number of each expert.
+            return _part(value, self.expert or 0, [], f"{value.name}.{self.expert}.{self.first}")
         first = ((self.expert or 0) * rows + self.first) * columns
         shape = [columns] if row else [self.last - self.first, columns]
         return _part(value, first, shape, f"{value.name}.{self.expert or 0}.rows.{self.first}")
@@ -72,9 +74,6 @@ class StoredPart(NamedTuple):
         _, *others = (int(size) for size in value.const_value.shape.numpy())
         size, count = math.prod(others), self.last - self.first
         return _part(value, self.first * size, [count, *others], f"{value.name}.rows.{self.first}")
-
-    def _scalar(self, value: ir.Value) -> ir.Value:
-        return _part(value, self.expert or 0, [], f"{value.name}.{self.expert}.{self.first}")
 
 
 def _is_table(node: ir.Node) -> bool:

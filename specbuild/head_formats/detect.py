@@ -6,11 +6,11 @@ from collections.abc import Collection
 from fnmatch import fnmatch
 from pathlib import Path
 
+from specbuild.files import read_json
 from specbuild.head_formats.dflash import is_dflash, read_dflash
 from specbuild.head_formats.eagle import MARKS, Head, architectures, read_eagle
 from specbuild.head_formats.medusa import is_medusa, read_medusa
 from specbuild.head_formats.mtp import is_mtp, read_mtp
-from specbuild.json_file import read_json
 from specbuild.weights.safetensors_files import file_names
 from specrun.engine_dir.config import CONFIG_NAME
 from specrun.errors import CheckpointError

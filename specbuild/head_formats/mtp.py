@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from specbuild.files import read_json
 from specbuild.head_formats.eagle import MARKS, Head, whole
-from specbuild.json_file import read_json
 from specbuild.weights.safetensors_files import Weights, check_weights
 from specrun.engine_dir.config import CONFIG_NAME
 from specrun.errors import CheckpointError, UnsupportedModelError

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import override
 
 from specbuild.export.attention import ScatterCache, contract_mask, gather_features, scatter
 from specbuild.head_formats.dflash import MARKOV, DFlashHead
-from specbuild.heads.module import Contract, LayerModule
+from specbuild.heads.module import LayerModule
 from specbuild.weights.lazy_tensors import Weight
 from specrun.engine_dir.contract import MARKOV_FILES
 from specrun.errors import CheckpointError
@@ -38,13 +38,13 @@ from specrun.errors import CheckpointError
 class Block(NamedTuple):
     """Where a pass's blocks stand, and what they see."""
 
-    write_indices: torch.Tensor
+    write_indices: Tensor
     """[B]: the position of the first token of each row."""
-    anchors: torch.Tensor
+    anchors: Tensor
     """[B]: the anchor's place among the tokens; their number, where a row has no block."""
-    offsets: torch.Tensor
+    offsets: Tensor
     """[1, N]: 0, 1, .. for each place of a block."""
-    mask: torch.Tensor
+    mask: Tensor
     """[B, 1, N, keys], as attention wants it."""
 
 
@@ -81,7 +81,7 @@ class DFlash(LayerModule):
         }
 
     @override
-    def forward(self, input_ids: torch.Tensor, context: torch.Tensor, block: Block, cache: Any) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, context: Tensor, block: Block, cache: Any) -> Tensor:
         """input_ids [B, S], context [B, S, H]: features of their positions -> y [B, N, H] of the block.
 
         Only the anchors' ids count. cache: None, or one of transformers.
@@ -110,7 +110,7 @@ class DFlash(LayerModule):
         return y  # type: ignore[no-any-return]
 
     @override
-    def logits(self, y: torch.Tensor) -> torch.Tensor:
+    def logits(self, y: Tensor) -> Tensor:
         """The confidence's logit stands behind them, but for what the token before adds."""
         logits = super().logits(y)
         if not self.head.has_confidence:
@@ -120,8 +120,27 @@ class DFlash(LayerModule):
         return torch.cat([logits, confidence.float()], dim=-1)
 
     @override
-    def contract(self) -> nn.Module:
-        return _Contract(self)
+    def run_pass(
+        self, input_ids: Tensor, write_indices: Tensor, logits_indices: Tensor, past: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        features = past[-1]
+        (batch, count), length, masks = input_ids.shape, features.shape[-2], 1 - self.head.sample_from_anchor
+        places = torch.arange(count)[None, :]
+        context = gather_features(features, write_indices[:, None] + places)
+        first, last = logits_indices[:, 0], logits_indices.amax(1)
+        anchors = torch.where(first < 0, places[:, -1] + 1, first - masks)
+        offsets = torch.arange(logits_indices.shape[1] + masks)[None, :]
+        ends = (write_indices + last + 1)[:, None, None, None]
+
+        def seen(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            # A place behind a row's own block drafts nothing, but must see something.
+            return (key < ends) | (key <= query)
+
+        mask = contract_mask(batch, offsets.shape[1], length, write_indices + anchors, seen)
+        cache = ScatterCache(past[:-1], write_indices)
+        y = self(input_ids, context, Block(write_indices, anchors, offsets, mask), cache)
+        written = scatter(features, context[:, :1][:, None], write_indices)
+        return self.logits(y[:, masks:]), *cache.present(), written
 
     def write_markov(self, directory: Path) -> list[str]:
         """Write the Markov head, if there is one, into ``directory``; returns the files' names.
@@ -156,9 +175,7 @@ def _require_markov(head: DFlashHead) -> None:
             )
 
 
-def _heads(
-    attention: Any, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _heads(attention: Any, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [B, heads, .., D] of ``x`` [B, .., H], turned by ``angles``."""
     query, key, value = (
         getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, attention.head_dim)) for name in "qkv"
@@ -171,57 +188,19 @@ def _heads(
     return query, key, value.transpose(1, 2)
 
 
-def _at(own: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _at(own: Tensor, places: Tensor) -> Tensor:
     """``own`` [B, heads, N, D] at ``places`` [B, S] -> [B, heads, S, D]."""
     return own.gather(2, places[:, None, :, None].expand(-1, own.shape[1], -1, own.shape[3]))
 
 
-def _attend(
-    attention: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
+def _attend(attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """As the layer's own attention goes on: [B, N, H]."""
     implementation = attention.config._attn_implementation
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _module_of(attention).eager_attention_forward)
     output, _ = attend(attention, query, key, value, mask, dropout=0.0, scaling=attention.scaling)
-    attended: torch.Tensor = attention.o_proj(output.flatten(2))
+    attended: Tensor = attention.o_proj(output.flatten(2))
     return attended
 
 
 def _module_of(attention: nn.Module) -> Any:
     return sys.modules[type(attention).__module__]
-
-
-class _Contract(Contract):
-    """A head that drafts a block a pass."""
-
-    model: DFlash
-
-    @override
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        write_indices: torch.Tensor,
-        logits_indices: torch.Tensor,
-        past: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
-        features = past[-1]
-        (batch, count), length, masks = input_ids.shape, features.shape[-2], 1 - self.model.head.sample_from_anchor
-        places = torch.arange(count)[None, :]
-        context = gather_features(features, write_indices[:, None] + places)
-        first, last = logits_indices[:, 0], logits_indices.amax(1)
-        anchors = torch.where(first < 0, places[:, -1] + 1, first - masks)
-        offsets = torch.arange(logits_indices.shape[1] + masks)[None, :]
-        ends = (write_indices + last + 1)[:, None, None, None]
-
-        def seen(_row: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            # A place behind a row's own block drafts nothing, but must see something.
-            return (key < ends) | (key <= query)
-
-        mask = contract_mask(batch, offsets.shape[1], length, write_indices + anchors, seen)
-        cache = ScatterCache(past[:-1], write_indices)
-        y = self.model(input_ids, context, Block(write_indices, anchors, offsets, mask), cache)
-        return (
-            self.model.logits(y[:, masks:]),
-            *cache.present(),
-            scatter(features, context[:, :1][:, None], write_indices),
-        )

@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.onnx.ops import symbolic
 from typing_extensions import override
@@ -23,7 +23,7 @@ from typing_extensions import override
 from specbuild.export.attention import gather_features, scatter
 from specbuild.export.exporter import export_module
 from specbuild.head_formats.medusa import MedusaHead
-from specbuild.heads.module import Contract, load_parameters, require_vocab
+from specbuild.heads.module import Contract, GraphModule, load_parameters, require_vocab
 from specrun.engine_dir.cache_tensors import CacheTensor
 
 
@@ -35,13 +35,13 @@ class ResBlock(nn.Module):
         self.linear = nn.Linear(width, width)
 
     @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[.., H] -> [.., H]"""
         return x + functional.silu(self.linear(x))
 
 
-class Medusa(nn.ModuleList):
-    """All heads; parameters are named as in the files. Matrices are placeholders; ``weights`` says where they are."""
+class Medusa(GraphModule, nn.ModuleList):
+    """All heads; parameters are named as in the files."""
 
     def __init__(self, head: MedusaHead, dtype: torch.dtype, vocab_size: int) -> None:
         """vocab_size: the target's. Raises CheckpointError and UnsupportedModelError, see ``load_parameters``."""
@@ -56,50 +56,40 @@ class Medusa(nn.ModuleList):
             )
         self.head, self.dtype, self.vocab_size = head, dtype, vocab_size
         self.weights = load_parameters(self, head, dtype)
-        """Weights by their names here."""
         self.eval()
 
     @property
+    @override
     def caches(self) -> list[CacheTensor]:
         """It keeps nothing of texts."""
         return []
 
     @property
+    @override
     def described(self) -> dict[str, Any]:
-        """Fields of ``GraphInfo`` that follow from the kind."""
         return {"vocab_size": self.vocab_size, "parallel_drafts": len(self)}
 
+    @override
     def export(self) -> ir.Model:
-        """Their graph, whose initializers are named as ``weights``, behind ``PREFIX``. See ``export_onnx``."""
         shapes = [CacheTensor(heads=1, head_dim=self.head.hidden_size)]
-        return export_module(_Contract(self), shapes, True, self.dtype, f"{self.head.directory}: the heads")
-
-
-class _Contract(Contract):
-    """Medusa heads."""
-
-    model: Medusa
+        return export_module(Contract(self), shapes, True, self.dtype, f"{self.head.directory}: the heads")
 
     @override
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        write_indices: torch.Tensor,
-        logits_indices: torch.Tensor,
-        past: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
+    def run_pass(
+        self, input_ids: Tensor, write_indices: Tensor, logits_indices: Tensor, past: list[Tensor]
+    ) -> tuple[Tensor, ...]:
         (features,), (batch, wanted) = past, logits_indices.shape
         place = (write_indices + logits_indices[:, 0] - 1).clamp(min=0)
         # Tokens mean nothing here, and none is negative. But TensorRT drops an input whose values are not used.
         place = torch.where(input_ids[:, 0] < 0, 0, place)
         states = gather_features(features, place[:, None].expand(-1, wanted))
-        logits = [head(_slot(states, number)).float() for number, head in enumerate(self.model)]
-        shape = (batch, wanted, self.model.vocab_size)
+        logits = [head(_slot(states, number)).float() for number, head in enumerate(self)]
+        shape = (batch, wanted, self.vocab_size)
         drafted = symbolic("Concat", tuple(logits), {"axis": 1}, dtype=torch.float32, shape=shape, version=13)
         return drafted, scatter(features, states[:, :1][:, None], place)
 
 
-def _slot(states: torch.Tensor, number: int) -> torch.Tensor:
+def _slot(states: Tensor, number: int) -> Tensor:
     """One of ``states`` [B, K, H], or none where there are no more: a head whose logits are not used costs nothing."""
     bounds = tuple(torch.tensor([value]) for value in (number, number + 1, 1))
     shape = (states.shape[0], 1, states.shape[2])

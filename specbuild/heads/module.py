@@ -1,4 +1,4 @@
-"""A draft head as a torch module, and behind the graph contract; formulae are in ``eagle3.py``, ``eagle1.py``, ..."""
+"""A draft head as a torch module, and behind the graph contract; formulae are in ``eagle.py``, ``dflash.py``, ..."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
@@ -69,12 +69,14 @@ class GraphModule(nn.Module):
         """Fields of ``GraphInfo`` that follow from the kind."""
         return {"vocab_size": self.vocab_size}
 
-    def logits(self, y: torch.Tensor) -> torch.Tensor:
+    def logits(self, y: Tensor) -> Tensor:
         """y [.., H] -> float32 logits of the target's vocabulary; -inf for tokens that the head does not draft."""
         raise NotImplementedError
 
-    def contract(self) -> nn.Module:
-        """It behind the contract's inputs and outputs."""
+    def run_pass(
+        self, input_ids: Tensor, write_indices: Tensor, logits_indices: Tensor, past: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """A pass, with the contract's inputs and outputs."""
         raise NotImplementedError
 
     def export(self) -> ir.Model:
@@ -84,7 +86,7 @@ class GraphModule(nn.Module):
         self.config._attn_implementation = IMPLEMENTATION
         self.config._experts_implementation = experts.IMPLEMENTATION
         try:
-            return export_module(self.contract(), shapes, True, self.dtype, f"{self.head.directory}: the head")
+            return export_module(Contract(self), shapes, True, self.dtype, f"{self.head.directory}: the head")
         finally:
             self.config._attn_implementation = self.config._experts_implementation = "eager"
 
@@ -93,22 +95,34 @@ class ChainModule(GraphModule):
     """A head that drafts in a chain: each step reads the feature that the one before has written."""
 
     @override
-    def forward(
-        self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Any
-    ) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """input_ids and positions [B, S], hidden [B, S, H]: features of the positions before -> y [B, S, H].
 
         mask: as the attention of ``config`` wants it; cache: None, or one of transformers.
         """
         raise NotImplementedError
 
-    def feature(self, y: torch.Tensor) -> torch.Tensor:
+    def feature(self, y: Tensor) -> Tensor:
         """What the next step reads."""
         return y
 
     @override
-    def contract(self) -> nn.Module:
-        return _Contract(self)
+    def run_pass(
+        self, input_ids: Tensor, write_indices: Tensor, logits_indices: Tensor, past: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        features = past[-1]
+        (batch, count), length = input_ids.shape, features.shape[-2]
+        positions = write_indices[:, None] + torch.arange(count)[None, :]
+        hidden = gather_features(features, (positions - 1).clamp(min=0))
+        mask = contract_mask(batch, count, length, write_indices, head_mask)
+        cache = ScatterCache(past[:-1], write_indices)
+        y = self(input_ids, hidden, positions, mask, cache)
+        wanted = gather_logits_positions(y, logits_indices.clamp(min=0))
+        first = logits_indices[:, 0]
+        # No later token reads the feature of the last position, so that is where unwanted ones go.
+        place = torch.where(first < 0, length - 1, write_indices + first)
+        own = scatter(features, self.feature(wanted[:, :1])[:, None], place)
+        return (self.logits(wanted), *cache.present(), own)
 
 
 class LayerModule(GraphModule):
@@ -135,7 +149,7 @@ class LayerModule(GraphModule):
             self.add_parts(self.layers[0], lambda: make_norm(head.hidden_size, eps=head.epsilon))
         self.rotary = make_rotary(self.config)
         self.weights = load_parameters(self, head, dtype, shared, self.is_elsewhere)
-        self.slots: torch.Tensor | None
+        self.slots: Tensor | None
         self.register_buffer("slots", slots, persistent=False)
         self.eval()
 
@@ -144,8 +158,8 @@ class LayerModule(GraphModule):
         raise NotImplementedError
 
     @override
-    def logits(self, y: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(self.norm(y)).float()
+    def logits(self, y: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.norm(y)).float()
         if self.slots is None:
             return logits
         nothing = torch.full((*logits.shape[:-1], 1), float("-inf"))
@@ -162,7 +176,7 @@ class LayerModule(GraphModule):
         tensor = CacheTensor(heads=self.config.num_key_value_heads, head_dim=attention.head_dim)
         return [tensor] * (2 * len(self.layers))
 
-    def _find_slots(self) -> torch.Tensor | None:
+    def _find_slots(self) -> Tensor | None:
         """Of each of the target's tokens: its place among the head's logits, or the one behind them.
 
         None where both vocabularies are the same. Raises CheckpointError.
@@ -189,29 +203,21 @@ class HeadModule(LayerModule, ChainModule):
     head: EagleHead
 
     @override
-    def forward(
-        self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Any
-    ) -> torch.Tensor:
-        how = {
-            "position_embeddings": self.rotary(hidden, positions),
-            "attention_mask": mask,
-            "past_key_values": cache,
-        }
+    def forward(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        how = {"position_embeddings": self.rotary(hidden, positions), "attention_mask": mask, "past_key_values": cache}
         first, *others = self.layers
         y = self.run_first(first, self.embed_tokens(input_ids), hidden, how)
         for layer in others:
             y = layer(y, **how)
         return y
 
-    def run_first(
-        self, layer: Any, embedded: torch.Tensor, hidden: torch.Tensor, how: Mapping[str, Any]
-    ) -> torch.Tensor:
+    def run_first(self, layer: Any, embedded: Tensor, hidden: Tensor, how: Mapping[str, Any]) -> Tensor:
         """The first layer, on embedded tokens [B, S, H] and features [B, S, H]. how: what every layer gets."""
         raise NotImplementedError
 
     @override
-    def feature(self, y: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.norm(y) if self.head.norm_output else y
+    def feature(self, y: Tensor) -> Tensor:
+        normed: Tensor = self.norm(y) if self.head.norm_output else y
         return normed
 
 
@@ -266,15 +272,10 @@ def load_parameters(
 
 def _layer_config(head: LayerHead) -> Any:
     """transformers' configuration of the layers. Raises CheckpointError."""
-    unlike = (
-        "architectures",
-        "model_type",
-        "auto_map",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
+    unlike = {
+        *("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version"),
         "quantization_config",
-    )
+    }
     fields = {name: value for name, value in head.layer.items() if name not in unlike}
     try:
         config = AutoConfig.for_model(head.layer["model_type"], **{**fields, "num_hidden_layers": head.num_layers})
@@ -285,43 +286,19 @@ def _layer_config(head: LayerHead) -> Any:
 
 
 class Contract(nn.Module):
-    """A head of any kind behind the contract's inputs and outputs; each kind has its own ``forward``."""
+    """A head behind the contract's inputs and outputs."""
 
-    model: Any
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: GraphModule) -> None:
         super().__init__()
         self.model = model
 
-
-class _Contract(Contract):
-    """A head that drafts one token a pass."""
-
-    model: ChainModule
-
     @override
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        write_indices: torch.Tensor,
-        logits_indices: torch.Tensor,
-        past: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
-        features = past[-1]
-        (batch, count), length = input_ids.shape, features.shape[-2]
-        positions = write_indices[:, None] + torch.arange(count)[None, :]
-        hidden = gather_features(features, (positions - 1).clamp(min=0))
-        mask = contract_mask(batch, count, length, write_indices, head_mask)
-        cache = ScatterCache(past[:-1], write_indices)
-        y = self.model(input_ids, hidden, positions, mask, cache)
-        wanted = gather_logits_positions(y, logits_indices.clamp(min=0))
-        first = logits_indices[:, 0]
-        # No later token reads the feature of the last position, so that is where unwanted ones go.
-        place = torch.where(first < 0, length - 1, write_indices + first)
-        own = scatter(features, self.model.feature(wanted[:, :1])[:, None], place)
-        return (self.model.logits(wanted), *cache.present(), own)
+        self, input_ids: Tensor, write_indices: Tensor, logits_indices: Tensor, past: Any
+    ) -> tuple[Tensor, ...]:
+        return self.model.run_pass(input_ids, write_indices, logits_indices, past)
 
 
-def head_mask(_row: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def head_mask(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Position 0 has no feature before it and is not seen; only its own query sees it, as one must see something."""
     return (key <= query) & ((key >= 1) | (query < 1))

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
 from typing_extensions import override
 
@@ -71,11 +71,9 @@ class Mtp(ChainModule):
         return self._caches
 
     @override
-    def forward(
-        self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Any
-    ) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
         (layer,) = self.layers
-        y: torch.Tensor = layer(
+        y: Tensor = layer(
             self.embed_tokens(input_ids),
             hidden,
             position_embeddings=self.rotary(hidden, positions),
@@ -86,8 +84,8 @@ class Mtp(ChainModule):
         return y
 
     @override
-    def logits(self, y: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(y)
+    def logits(self, y: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(y)
         return logits.float()
 
     def _take_buffers(self) -> set[str]:

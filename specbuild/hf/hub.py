@@ -15,13 +15,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbuild.files import require_space
+from specbuild.files import read_json, require_space
 from specbuild.head_formats.detect import holds_head, refuse_head
 from specbuild.head_formats.medusa import PICKLE_NAME as MEDUSA_PICKLE
 from specbuild.hf.gguf.checkpoint import gguf_directory
 from specbuild.hf.local import hub_file, local_directory
 from specbuild.hf.unsupported import refuse_other_formats
-from specbuild.json_file import read_json
 from specbuild.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, no_weights
 from specrun.errors import CheckpointError, SpecError, first_line
 
@@ -50,7 +49,7 @@ class Repository:
 
     def small_files(self) -> list[str]:
         """Names of the files that are read beside the weights. No Python code."""
-        return [name for name in self.sizes if _is_small(name)]
+        return [name for name in self.sizes if any(fnmatch(name, pattern) for pattern in _SMALL)]
 
     def weight_files(self, head: bool = False, pickles: bool = False) -> list[str]:
         """Names of the weight files that are read. See ``locate``. Raises CheckpointError where there are none."""
@@ -98,14 +97,21 @@ def locate(
     """
     if (directory := local_directory(model, option)) is not None:
         return directory
+    from huggingface_hub import constants, hf_hub_download, snapshot_download
+
     if named_file := hub_file(model):
-        return gguf_directory(_download_file(*named_file, revision))
+        with explained(named_file[0], revision, is_download=True):
+            file = Path(hf_hub_download(*named_file, revision=revision))
+        return gguf_directory(file)
     repository = open_repository(model, revision, code)
     if head is None:
         head = holds_head(repository.directory, repository.sizes)
-    weights = repository.weight_files(head, pickles)
-    if missing := repository.missing(weights):
-        _download(repository, missing)
+    if missing := repository.missing(repository.weight_files(head, pickles)):
+        # The client itself checks each file alone, and only warns.
+        require_space({Path(constants.HF_HUB_CACHE): sum(repository.sizes[name] for name in missing)})
+        patterns = [glob.escape(name) for name in missing]
+        with explained(model, repository.revision.initial, is_download=True):
+            snapshot_download(model, revision=repository.revision, allow_patterns=patterns)
     return repository.directory
 
 
@@ -128,27 +134,6 @@ def open_repository(model: str, revision: str | None = None, code: bool = False)
     except CachedRepoTreeNotFoundError:  # Offline, and another program has filled the cache.
         sizes = {path.name: path.stat().st_size for path in directory.iterdir() if path.is_file()}
     return Repository(model, commit, directory, sizes)
-
-
-def _download_file(model: str, file: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    with explained(model, revision, is_download=True):
-        return Path(hf_hub_download(model, file, revision=revision))
-
-
-def _is_small(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in _SMALL)
-
-
-def _download(repository: Repository, names: list[str]) -> None:
-    from huggingface_hub import constants, snapshot_download
-
-    # The client itself checks each file alone, and only warns.
-    require_space({Path(constants.HF_HUB_CACHE): sum(repository.sizes[name] for name in names)})
-    with explained(repository.name, repository.revision.initial, is_download=True):
-        patterns = [glob.escape(name) for name in names]
-        snapshot_download(repository.name, revision=repository.revision, allow_patterns=patterns)
 
 
 @contextmanager

@@ -76,7 +76,10 @@ class _Span(NamedTuple):
 
 def _write(repository: Repository, directory: Path, name: str) -> list[_Span]:
     """Write the header of a weight file; returns what else is read. What is wrong with it is left to those who do."""
-    path, size, url = directory / name, repository.sizes[name], _url(repository, name)
+    from huggingface_hub import hf_hub_url
+
+    path, size = directory / name, repository.sizes[name]
+    url = hf_hub_url(repository.name, name, revision=repository.revision.resolved)
     first = _read(url, 0, min(size, _FIRST)) if size else b""
     end = 8 + int.from_bytes(first[:8], "little")
     if len(first) < end <= min(size, LONGEST_HEADER):
@@ -96,12 +99,6 @@ def _fill(part: _Span) -> None:
     with part.path.open("r+b") as file:
         file.seek(part.start)
         file.write(_read(part.url, part.start, part.stop))
-
-
-def _url(repository: Repository, name: str) -> str:
-    from huggingface_hub import hf_hub_url
-
-    return hf_hub_url(repository.name, name, revision=repository.revision.resolved)
 
 
 def _read(url: str, start: int, stop: int) -> bytes:

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbuild.files import read_json
 from specbuild.hf.tokenizer_check import check_tokenizer
 from specbuild.hf.unsupported import LAYERS, MOST_LAYERS, REASONS, no_config, other_memory, refuse_other_formats
-from specbuild.json_file import read_json
 from specbuild.weights.safetensors_files import file_names
 from specrun.errors import CheckpointError, UnsupportedModelError, first_line
 from specrun.text.tokenizer import GENERATION_NAME, LEGACY_TEMPLATE_NAME
@@ -26,6 +26,7 @@ def read_model_config(directory: Path, trust_remote_code: bool, text_model: bool
     text_model: that of the language model inside a multimodal one.
     """
     from transformers import AutoConfig
+    from transformers import __version__ as release
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -58,11 +59,8 @@ def read_model_config(directory: Path, trust_remote_code: bool, text_model: bool
         raise UnsupportedModelError(f"{path}: {model_type} cannot be converted: {REASONS[model_type]}")
     if "auto_map" not in data:
         if model_type not in CONFIG_MAPPING:
-            import transformers
-
             raise UnsupportedModelError(
-                f"{path}: unknown architecture {model_type!r}; transformers {transformers.__version__} has no "
-                "such model"
+                f"{path}: unknown architecture {model_type!r}; transformers {release} has no such model"
             )
         if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and "text_config" in data:
             if not text_model and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -89,18 +87,14 @@ def read_model_config(directory: Path, trust_remote_code: bool, text_model: bool
             f"{path}: {model_type} is an encoder-decoder; specbuild converts decoder-only text models"
         )
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if reason := other_memory(config, model_class):
+    reason = other_memory(config, model_class)
+    if not reason and model_class is not None:
+        if not hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
+            reason = "its attention does not go through transformers' attention interface"
+        elif "position_ids" not in inspect.signature(model_class.forward).parameters:
+            reason = "it takes no position_ids, so all texts of a batch would have to be equally long"
+    if reason:
         raise UnsupportedModelError(f"{path}: {model_type} cannot be converted: {reason}")
-    if model_class is not None and not hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
-        raise UnsupportedModelError(
-            f"{path}: {model_type} cannot be converted: its attention does not go through transformers' attention "
-            "interface"
-        )
-    if model_class is not None and "position_ids" not in inspect.signature(model_class.forward).parameters:
-        raise UnsupportedModelError(
-            f"{path}: {model_type} cannot be converted: it takes no position_ids, so all texts of a batch would have "
-            "to be equally long"
-        )
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers would call the method's own library; we read the tensors.
     return config
@@ -149,16 +143,10 @@ def save_tokenizer(directory: Path, output: Path, trust_remote_code: bool) -> bo
     if (legacy := directory / LEGACY_TEMPLATE_NAME).is_file():  # transformers keeps it for processors only.
         shutil.copyfile(legacy, output / LEGACY_TEMPLATE_NAME)
     if (directory / "tokenizer.json").is_file():
-        _keep_rules(directory / "tokenizer.json", output / "tokenizer.json")
+        # transformers rebuilds some tokenizers by the model's family instead of reading the file. So a Llama and a Qwen
+        # checkpoint with the same tokenizer.json would get different tokenizers.
+        rules, written = read_json(directory / "tokenizer.json"), read_json(output / "tokenizer.json")
+        written |= {section: rules.get(section) for section in ("normalizer", "pre_tokenizer", "model", "decoder")}
+        text = json.dumps(written, ensure_ascii=False, indent=2)
+        (output / "tokenizer.json").write_text(text, encoding="utf-8")
     return True
-
-
-def _keep_rules(original: Path, written: Path) -> None:
-    """Undo what transformers changed: it rebuilds some tokenizers by the model's family instead of reading the file.
-
-    Otherwise a Llama and a Qwen checkpoint with the same tokenizer.json would get different tokenizers.
-    """
-    rules, tokenizer = read_json(original), read_json(written)
-    for section in ("normalizer", "pre_tokenizer", "model", "decoder"):
-        tokenizer[section] = rules.get(section)
-    written.write_text(json.dumps(tokenizer, ensure_ascii=False, indent=2), encoding="utf-8")

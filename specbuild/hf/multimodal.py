@@ -27,6 +27,7 @@ _FAMILIES = {
 }
 """Language models whose rotary positions have three axes, for images, are otherwise of these families. Without images
 the three are equal, and the embeddings are the usual ones."""
+_NOT_TAKEN = ("model_type", "architectures")
 
 
 def text_config(path: Path, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -40,20 +41,16 @@ def text_config(path: Path, config: PreTrainedConfig) -> PreTrainedConfig:
     if inside.dtype is None:
         inside.dtype = config.dtype
     if inside.model_type in _FAMILIES:
-        inside = _with_plain_positions(inside)
+        fields = {name: value for name, value in inside.to_dict().items() if name not in _NOT_TAKEN}
+        rope = inside.rope_parameters.items()
+        fields["rope_parameters"] = {name: value for name, value in rope if not name.startswith("mrope")}
+        inside = CONFIG_MAPPING[_FAMILIES[inside.model_type]](**fields)
     if type(inside) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(
             f"{path}: the language model of {config.model_type} ({inside.model_type}) is no model by itself in "
             "transformers, so it cannot be converted"
         )
     return inside  # type: ignore[no-any-return]
-
-
-def _with_plain_positions(inside: PreTrainedConfig) -> PreTrainedConfig:
-    settings = {name: value for name, value in inside.to_dict().items() if name not in ("model_type", "architectures")}
-    rope = {name: value for name, value in inside.rope_parameters.items() if not name.startswith("mrope")}
-    plain: PreTrainedConfig = CONFIG_MAPPING[_FAMILIES[inside.model_type]](**{**settings, "rope_parameters": rope})
-    return plain
 
 
 def text_tensors(directory: Path, inside: PreTrainedConfig, stored: dict[str, Reader]) -> dict[str, Reader]:

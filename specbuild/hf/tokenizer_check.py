@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from specbuild.json_file import read_json
+from specbuild.files import read_json
 from specrun.errors import CheckpointError
 
 _SECONDS = 120

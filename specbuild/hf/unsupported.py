@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbuild.json_file import read_json
+from specbuild.files import read_json
 from specrun.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -26,10 +26,6 @@ _KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention", 
 """Types of layers whose memory of a text is at most keys and values."""
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Types of layers that keep the state of a recurrence or a convolution."""
-_CONVOLUTION = "causal_conv1d_fn"
-"""The function of transformers' modelling files that is part of every kind of recurrent layer which converts."""
-_SELECTIVE_SCAN = "mamba_selective_scan"
-"""The function of Mamba's first version."""
 MOST_LAYERS = 10_000
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -69,8 +65,8 @@ def other_memory(config: PreTrainedConfig, model_class: Any) -> str | None:
     if unknown := [kind for kind in other if kind not in _RECURRENT]:
         return f"{layers} more than keys and values ({unknown[0]}), which the graph has no tensors for"
     code = sys.modules[model_class.__module__] if model_class else None
-    if other and code and hasattr(code, _SELECTIVE_SCAN):
+    if other and code and hasattr(code, "mamba_selective_scan"):  # The function of Mamba's first version.
         return f"{layers} the state of Mamba's selective scan, which no operator of ONNX computes; Mamba 2's converts"
-    if other and code and not hasattr(code, _CONVOLUTION):
+    if other and code and not hasattr(code, "causal_conv1d_fn"):  # A part of every kind that converts.
         return f"{layers} a recurrent state of a kind that specbuild does not know"
     return None

@@ -159,8 +159,12 @@ def rounding(model: Any, packed: PackedModel) -> SeeInput:
 
 def rounded(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """x [.., K] in float32, as it is once rounded."""
-    if activation.form == "float4":
-        return _rounded_to_float4(x, activation.scale or 1.0)
+    if activation.form == "float4":  # Every 16 values have a float8 scale, which is multiplied by the unit.
+        unit, groups = activation.scale or 1.0, x.reshape(*x.shape[:-1], -1, 16)
+        scales = (groups.abs().amax(dim=-1, keepdim=True) / FLOAT4_MAX / unit).clamp(max=FLOAT8_MAX)
+        scales = scales.to(torch.float8_e4m3fn).float() * unit
+        scales = torch.where(scales == 0, 1.0, scales)
+        return (nearest_float4(groups / scales) * scales).reshape(x.shape)
     limit = FLOAT8_MAX if activation.form == "float8" else 127.0
     scale: torch.Tensor | float | None = activation.scale
     if scale is None:
@@ -168,12 +172,3 @@ def rounded(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     codes = (x / scale).clamp(-limit, limit)
     codes = codes.to(torch.float8_e4m3fn).float() if activation.form == "float8" else codes.round()
     return codes * scale
-
-
-def _rounded_to_float4(x: torch.Tensor, unit: float) -> torch.Tensor:
-    """Every 16 values have a float8 scale, which is multiplied by ``unit``."""
-    groups = x.reshape(*x.shape[:-1], -1, 16)
-    scales = (groups.abs().amax(dim=-1, keepdim=True) / FLOAT4_MAX / unit).clamp(max=FLOAT8_MAX)
-    scales = scales.to(torch.float8_e4m3fn).float() * unit
-    scales = torch.where(scales == 0, 1.0, scales)
-    return (nearest_float4(groups / scales) * scales).reshape(x.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from specbuild.quantization.activation_ranges import Amax, calibrate
 from specbuild.quantization.calibration_data import TextOptions, Texts, read_texts
 from specbuild.quantization.equalization import equalize
 from specbuild.quantization.gptq import ROWS, KeptInputs
-from specbuild.quantization.quantize_model import pack_model, unmatched
 from specbuild.quantization.recipe import Recipe
 from specbuild.weights.lazy_tensors import Weight
 from specbuild.weights.packed_model import PackedModel
@@ -71,20 +70,3 @@ def unreached_experts(packed: PackedModel, amax: Amax) -> dict[str, list[int]]:
         if missing:
             found[name.rpartition(".")[0]] = missing
     return found
-
-
-def quantize_dense(
-    model: Any,
-    weights: Mapping[str, Weight],
-    recipe: Recipe,
-    amax: Amax | None,
-    stages: Stages,
-    kept: KeptInputs | None = None,
-) -> PackedModel:
-    """The weights of a meta model by ``recipe``, rounded by ``amax`` where the recipe looks at inputs.
-
-    Codes are computed when they are asked for. Raises SpecError.
-    """
-    for pattern in unmatched(model, recipe):
-        stages.say(f"warning: --exclude {pattern} matches no module with a weight")
-    return pack_model(model, recipe, weights, amax, kept)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from specbuild.export.reference import asks_shape
@@ -69,8 +70,8 @@ class NormReaders(TorchFunctionMode):
             names = self._names.get(id(args[1]), []) if is_linear else []
             if names:
                 self._read[names[0]].add(self._norm(args[0]))
-            for value in _tensors(args[1:] if names else args) + _tensors((kwargs or {}).values()):
-                if norm := self._norm(value):
+            for value in tree_leaves((args[1:] if names else args, kwargs)):
+                if isinstance(value, torch.Tensor) and (norm := self._norm(value)):
                     self._others.add(norm)
         return func(*args, **(kwargs or {}))
 
@@ -85,17 +86,6 @@ class NormReaders(TorchFunctionMode):
         only = {name: next(iter(norms)) for name, norms in self._read.items() if len(norms) == 1}
         shared = {norm for norms in self._read.values() if len(norms) > 1 for norm in norms}
         return {name: norm for name, norm in only.items() if norm and norm not in self._others | shared}
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """Those among some arguments, and in lists of them."""
-    readers: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, tuple | list):
-            readers += _tensors(value)
-        elif isinstance(value, torch.Tensor):
-            readers.append(value)
-    return readers
 
 
 class _Scaled(NamedTuple):

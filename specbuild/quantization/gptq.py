@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from specbuild.quantization.grids import Grid
 from specbuild.weights.packed import Floats
@@ -31,11 +32,11 @@ class KeptInputs:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._last: tuple[torch.Tensor, Path] | None = None
+        self._last: tuple[Tensor, Path] | None = None
         self.factors: Mapping[str, Floats] = {}
         """[K] by the layer's name: what its inputs are to be divided by."""
 
-    def keep(self, name: str, x: torch.Tensor, row: int, length: int) -> None:
+    def keep(self, name: str, x: Tensor, row: int, length: int) -> None:
         """Keep ``x`` [.., K] of a text's rows from ``row`` on, up to ``ROWS``; what was kept of them is lost.
 
         length: tokens of a row.
@@ -76,7 +77,7 @@ class LinearInputs(NamedTuple):
     """File in which the layer's weight can be kept once it is rounded."""
 
 
-def feedback(inputs: LinearInputs, channels: int, block: int) -> list[tuple[slice, torch.Tensor]]:
+def feedback(inputs: LinearInputs, channels: int, block: int) -> list[tuple[slice, Tensor]]:
     """Parts of the ``channels``, each of whole blocks and with the upper Cholesky factor [P, P] of its inverse Hessian.
 
     Row k of it says what an error in channel k is worth in the channels behind it.
@@ -87,7 +88,7 @@ def feedback(inputs: LinearInputs, channels: int, block: int) -> list[tuple[slic
 @functools.lru_cache(maxsize=1)  # q, k and v have the same.
 def _feedback(
     files: tuple[str, ...], factors: tuple[float, ...] | None, channels: int, size: int
-) -> list[tuple[slice, torch.Tensor]]:
+) -> list[tuple[slice, Tensor]]:
     parts = [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
     found = []
     for part in parts:
@@ -103,7 +104,7 @@ def _feedback(
     return found
 
 
-def _factor(hessian: torch.Tensor) -> torch.Tensor:
+def _factor(hessian: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse, with more damping where less does not do."""
     mean = float(hessian.diagonal().mean()) or 1.0
     for attempt in range(_DAMPING_TRIES):
@@ -117,12 +118,8 @@ def _factor(hessian: torch.Tensor) -> torch.Tensor:
 
 
 def round_with_feedback(
-    weight: torch.Tensor,
-    block: int,
-    parts: list[tuple[slice, torch.Tensor]],
-    grid: Grid,
-    squares: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weight: Tensor, block: int, parts: list[tuple[slice, Tensor]], grid: Grid, squares: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """weight [N, K] -> codes [K, N] int8 of the grid; scales and minima [N, K / block].
 
     parts: from ``feedback``. squares: [K], of the inputs.

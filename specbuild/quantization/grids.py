@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 _SIGNED_TRIED = (1.0, 0.9, 0.8, -1.1, -0.9)
@@ -23,7 +24,7 @@ _FITS = 2
 LARGEST_CODE = 127
 """Largest int8 code of scales and minima."""
 
-Fitted = tuple[torch.Tensor, torch.Tensor]
+Fitted = tuple[Tensor, Tensor]
 """Scales and minima of groups [N, G]."""
 
 
@@ -35,7 +36,7 @@ class Grid(ABC):
     """Codes."""
 
     @abstractmethod
-    def fit(self, groups: torch.Tensor, squares: torch.Tensor) -> Fitted:
+    def fit(self, groups: Tensor, squares: Tensor) -> Fitted:
         """Scales and minima of groups [N, G, block], by the squares [G, block] of their inputs."""
 
 
@@ -47,7 +48,7 @@ class SignedGrid(Grid):
     smallest, largest = -8, 7
 
     @override
-    def fit(self, groups: torch.Tensor, squares: torch.Tensor) -> Fitted:
+    def fit(self, groups: Tensor, squares: Tensor) -> Fitted:
         """Scales come from a group's largest weight, and then from the codes that it gives, by least squares."""
         largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
         best, best_scales = torch.full_like(largest, math.inf), torch.ones_like(largest)
@@ -62,7 +63,7 @@ class SignedGrid(Grid):
             best, best_scales = torch.where(is_best, error, best), torch.where(is_best, scales, best_scales)
         return best_scales, torch.zeros_like(best_scales)
 
-    def _stored(self, scales: torch.Tensor) -> torch.Tensor:
+    def _stored(self, scales: Tensor) -> Tensor:
         """1 where a group holds zeros only."""
         stored = scales.bfloat16().to(self.scale_type).float()
         return torch.where(stored == 0, 1.0, stored)
@@ -72,20 +73,20 @@ class SignedGrid(Grid):
 class GridWithMinima(Grid):
     """Codes from 0 to 15. Scales and minima are in 8 bits themselves, in units of an output channel."""
 
-    scale_units: torch.Tensor
+    scale_units: Tensor
     """[N]"""
-    minimum_units: torch.Tensor
+    minimum_units: Tensor
     """[N]"""
     smallest, largest = 0, 15
 
     @classmethod
-    def of(cls, groups: torch.Tensor, squares: torch.Tensor) -> GridWithMinima:
+    def of(cls, groups: Tensor, squares: Tensor) -> GridWithMinima:
         """The grid whose units suit the groups [N, G, block] of a weight."""
         scales, minima = (_positive(part.abs().amax(dim=1) / LARGEST_CODE) for part in _fit_range(groups, squares))
         return cls(scales, minima)
 
     @override
-    def fit(self, groups: torch.Tensor, squares: torch.Tensor) -> Fitted:
+    def fit(self, groups: Tensor, squares: Tensor) -> Fitted:
         """The minima are those that fit best to scales as they are stored."""
         scales, minima = _fit_range(groups, squares)
         scales = _in_units(scales, self.scale_units, smallest=1)
@@ -94,7 +95,7 @@ class GridWithMinima(Grid):
         return scales, _in_units(minima, self.minimum_units, smallest=-LARGEST_CODE)
 
 
-def _fit_range(groups: torch.Tensor, squares: torch.Tensor) -> Fitted:
+def _fit_range(groups: Tensor, squares: Tensor) -> Fitted:
     """Scales and minima come from a group's range, and then from the codes that they give, by least squares."""
     low, high, total = groups.amin(dim=2), groups.amax(dim=2), squares.sum(dim=1)
     y = (groups * squares).sum(dim=2)
@@ -116,15 +117,15 @@ def _fit_range(groups: torch.Tensor, squares: torch.Tensor) -> Fitted:
     return grid
 
 
-def _codes(groups: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
+def _codes(groups: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
     return ((groups - minima[..., None]) / scales[..., None]).round_().clamp_(0, 15)
 
 
-def _in_units(numbers: torch.Tensor, units: torch.Tensor, smallest: int) -> torch.Tensor:
+def _in_units(numbers: Tensor, units: Tensor, smallest: int) -> Tensor:
     """The nearest multiples of [N] units for numbers [N, G]."""
     return (numbers / units[:, None]).round_().clamp_(smallest, LARGEST_CODE) * units[:, None]
 
 
-def _positive(scales: torch.Tensor) -> torch.Tensor:
+def _positive(scales: Tensor) -> Tensor:
     """1 where a group has no range."""
     return torch.where(scales > 0, scales, 1.0)

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
-from specbuild.weights.packed import Activation, Packed, Stack, block_sums, of_channels, shared_activation
+from specbuild.weights.packed import Packed, Stack, block_sums, of_channels, shared_activation
 from specbuild.weights.packed_model import PackedModel
 
 _CODES = {"int8": ir.DataType.INT8, "float8": ir.DataType.FLOAT8E4M3FN}
@@ -69,12 +69,9 @@ def attach(model: ir.Model, packed: PackedModel, prefix: str) -> None:
 
 def quantize_matmul(model: ir.Model, product: WeightedMatMul, packed: Packed) -> None:
     """Let ``product`` multiply by ``packed``, perhaps a table. The dense weight goes where nothing else reads it."""
-    node, dtype = product.node, product.weight.dtype
-    if dtype is None or node.inputs[0] is None:
-        raise ValueError(f"{node.name}: without an input or a dtype")
-    is_table = packed.axis == 0
-    build = _Builder(model.graph, node, f"{product.weight.name}{_TABLE if is_table else ''}", dtype)
-    x = node.inputs[0]
+    node, is_table = product.node, packed.axis == 0
+    build = _Builder(model.graph, node, f"{product.weight.name}{_TABLE if is_table else ''}", product.weight.dtype)
+    x = graphs.input_of(node, 0)
     if packed.input_factors is not None:
         x = build.node("Mul", x, build.constant("input_factors", packed.input_factors))
     if packed.channel_order is not None:
@@ -91,12 +88,9 @@ def quantize_matmul(model: ir.Model, product: WeightedMatMul, packed: Packed) ->
 
 def quantize_experts(model: ir.Model, product: WeightedMatMul, experts: Sequence[Packed]) -> None:
     """Let ``product``, whose weight [E, K, N] or [E, N, K] holds stacked experts, multiply by ``experts``."""
-    node, dtype = product.node, product.weight.dtype
-    if dtype is None or node.inputs[0] is None:
-        raise ValueError(f"{node.name}: without an input or a dtype")
-    build = _Builder(model.graph, node, str(product.weight.name), dtype)
+    build = _Builder(model.graph, product.node, str(product.weight.name), product.weight.dtype)
     form = replace(experts[0], activation=shared_activation(experts))
-    build.replace(_product(build, node.inputs[0], build.dequantized_experts(experts), form))
+    build.replace(_product(build, graphs.input_of(product.node, 0), build.dequantized_experts(experts), form))
     _drop_unused(model.graph, product.weight)
 
 
@@ -110,18 +104,23 @@ def _product(build: _Builder, x: ir.Value, weight: ir.Value, packed: Packed) -> 
         metadata[graphs.FLOAT4_INPUT] = repr(activation.scale)
     elif activation is not None and activation.scale is None:
         metadata[graphs.TOKEN_INPUT] = activation.form
-    elif activation is not None:
-        x = _round_activation(build, x, activation)
+    elif activation is not None:  # With a scale that a calibration fixed.
+        codes = _CODES[activation.form]
+        zero = build.tensor(f"quantization.zero_{activation.form}", ir.tensor(np.zeros((), codes.numpy()), dtype=codes))
+        steps = build.constant("activation_scale", activation.scale)
+        x = build.node("DequantizeLinear", build.node("QuantizeLinear", x, steps, zero, dtype=codes), steps, zero)
     y = build.node("MatMul", x, weight)
     build.nodes[-1].metadata_props.update(metadata)
-    return y if packed.offsets is None else build.node("Add", y, _times_offsets(build, x, packed))
+    if packed.offsets is None:
+        return y
+    sums, offsets = build.node("MatMul", x, build.block_sums(packed)), build.offsets(packed)
+    offsets = build.node("Transpose", offsets, perm=[1, 0]) if packed.axis == 0 else offsets
+    return build.node("Add", y, build.node("MatMul", sums, offsets))
 
 
 def quantize_embedding(model: ir.Model, gather: ir.Node, packed: Packed) -> None:
     """Let ``gather`` look rows of ``packed`` up, whose codes are [V, H]."""
-    weight = gather.inputs[0]
-    if weight is None or weight.dtype is None:
-        raise ValueError(f"{gather.name}: without a weight")
+    weight = graphs.input_of(gather, 0)
     build = _Builder(model.graph, gather, f"{weight.name}{_TABLE}", weight.dtype)
     table, ids = build.dequantized(packed), gather.inputs[1]
     if packed.offsets is None or ids is None:
@@ -134,26 +133,11 @@ def quantize_embedding(model: ir.Model, gather: ir.Node, packed: Packed) -> None
     _drop_unused(model.graph, weight)
 
 
-def _round_activation(build: _Builder, x: ir.Value, activation: Activation) -> ir.Value:
-    """``x`` rounded with a scale that a calibration fixed."""
-    codes = _CODES[activation.form]
-    zero = build.tensor(f"quantization.zero_{activation.form}", ir.tensor(np.zeros((), codes.numpy()), dtype=codes))
-    steps = build.constant("activation_scale", activation.scale)
-    return build.node("DequantizeLinear", build.node("QuantizeLinear", x, steps, zero, dtype=codes), steps, zero)
-
-
-def _times_offsets(build: _Builder, x: ir.Value, packed: Packed) -> ir.Value:
-    """The product of ``x`` with a matrix whose rows are equal within a block: sums over blocks times their rows."""
-    sums, offsets = build.node("MatMul", x, build.block_sums(packed)), build.offsets(packed)
-    if packed.axis == 0:
-        offsets = build.node("Transpose", offsets, perm=[1, 0])
-    return build.node("MatMul", sums, offsets)
-
-
 class _Builder:
     """Makes nodes that take the place of one node, or stand in front of it."""
 
-    def __init__(self, graph: ir.Graph, old: ir.Node, name: str, dtype: ir.DataType) -> None:
+    def __init__(self, graph: ir.Graph, old: ir.Node, name: str, dtype: ir.DataType | None) -> None:
+        assert dtype is not None
         self.graph, self.old, self.name, self.dtype = graph, old, name, dtype
         self.nodes: list[ir.Node] = []
 
@@ -188,8 +172,8 @@ class _Builder:
         """[K, K / block]: a product with it adds up each block. Turned: it gives all channels of a block its number."""
         inputs = packed.shape[1 - packed.axis]
         block = packed.block or inputs
-        sums, name = block_sums(inputs, block), f"blocks.{inputs}.{block}"
-        return self.shared(f"{name}.turned", sums.T) if turned else self.shared(name, sums)
+        sums, name = block_sums(inputs, block), f"quantization.blocks.{inputs}.{block}"
+        return self.tensor(f"{name}.turned" if turned else name, self._constant(sums.T if turned else sums))
 
     def _times_units(
         self, role: str, values: ir.TensorProtocol, units: ir.TensorProtocol | None, axis: int
@@ -232,10 +216,6 @@ class _Builder:
     def constant(self, role: str, array: Any) -> ir.Value:
         """A constant of this weight: floats in the graph's dtype, integers as they are."""
         return self.own(role, self._constant(array))
-
-    def shared(self, role: str, array: Any) -> ir.Value:
-        """A constant that is the same for all weights."""
-        return self.tensor(f"quantization.{role}", self._constant(array))
 
     def tensor(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         """An initializer."""

@@ -23,7 +23,7 @@ from specbuild.files import write_whole
 from specbuild.quantization.gptq import KeptInputs, LinearInputs
 from specbuild.quantization.recipe import Recipe, Storage
 from specbuild.quantization.rounding import FLOAT4_MAX, FLOAT8_MAX, CodeForm, Rounded, global_scale, round_weight
-from specbuild.weights.packed import Packed
+from specbuild.weights.packed import Packed, lazy
 from specbuild.weights.packed_model import PackedModel, parameter_names
 from specrun.errors import BuildConfigError
 
@@ -43,11 +43,7 @@ _SCALES: dict[CodeForm, ir.DataType] = {"float4": ir.DataType.FLOAT8E4M3FN, "uin
 
 
 def pack_model(
-    model: Any,
-    recipe: Recipe,
-    weights: Mapping[str, Any],
-    amax: Amax | None = None,
-    kept: KeptInputs | None = None,
+    model: Any, recipe: Recipe, weights: Mapping[str, Any], amax: Amax | None = None, kept: KeptInputs | None = None
 ) -> PackedModel:
     """Quantize the weights of a transformers model.
 
@@ -72,7 +68,8 @@ def pack_model(
         rows = _Columns(weight) if isinstance(module, Conv1D) else weight
         if storage := recipe.product(name, rows.shape[1], module is head):
             storage = _calibrated(storage, name, amax.inputs.get(own[0]) if amax else None)
-            if (table := packed.tables.get(own[0])) and _is_stored_as(table, storage):  # They are tied.
+            table = packed.tables.get(own[0])
+            if table and (table.codes.dtype, table.block) == (_CODES[storage.form], storage.block):  # They are tied.
                 both = dict.fromkeys(own, replace(table, activation=storage.activation))
                 packed.tables.update(both)
                 packed.linears.update(both)
@@ -120,11 +117,6 @@ def _calibrated(storage: Storage, module: str, amax: float | None) -> Storage:
     steps = FLOAT8_MAX * (FLOAT4_MAX if storage.activation.form == "float4" else 1)
     scale = amax / steps or 1.0
     return replace(storage, activation=replace(storage.activation, scale=scale))
-
-
-def _is_stored_as(table: Packed, storage: Storage) -> bool:
-    """Whether the weight of a linear layer may be a quantized embedding's table."""
-    return table.codes.dtype == _CODES[storage.form] and table.block == storage.block
 
 
 def _squares(amax: Amax | None, name: str) -> torch.Tensor | None:
@@ -208,14 +200,11 @@ def _pack(rounding: _Rounding, rounded: Callable[[_Rounding], Rounded]) -> Packe
         return ir.Tensor(result.codes, dtype=codes_type)
 
     def part(name: str, dtype: ir.DataType, shape: list[int]) -> ir.LazyTensor:
-        def read() -> ir.TensorProtocol:
+        def read() -> npt.NDArray[Any]:
             array = left.pop(name) if name in left else getattr(rounded(rounding), name)
-            return ir.Tensor(array.reshape(shape), dtype=dtype)
+            return array.reshape(shape)  # type: ignore[no-any-return]
 
-        return ir.LazyTensor(read, dtype, ir.Shape(shape))
-
-    def unit() -> ir.TensorProtocol:
-        return ir.Tensor(np.asarray(global_scale(weight), scale_type.numpy()))
+        return lazy(dtype, shape, read)
 
     packed = Packed(
         codes=ir.LazyTensor(codes, codes_type, ir.Shape([channels, inputs] if by_row else [inputs, channels])),
@@ -225,7 +214,8 @@ def _pack(rounding: _Rounding, rounded: Callable[[_Rounding], Rounded]) -> Packe
         activation=storage.activation,
     )
     if storage.form == "float4":
-        return replace(packed, scale_units=ir.LazyTensor(unit, scale_type, ir.Shape([])))
+        unit = lazy(scale_type, [], lambda: np.asarray(global_scale(weight), scale_type.numpy()))
+        return replace(packed, scale_units=unit)
     if storage.form != "uint4":
         return packed
     return replace(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
+from torch import Tensor
 
 from specbuild.quantization.gptq import LinearInputs, feedback, round_with_feedback
 from specbuild.quantization.grids import Grid, GridWithMinima, SignedGrid
@@ -40,7 +41,7 @@ class Rows(Protocol):
     def dtype(self) -> torch.dtype:
         """Of the parts."""
 
-    def __getitem__(self, rows: slice) -> torch.Tensor: ...
+    def __getitem__(self, rows: slice) -> Tensor: ...
 
 
 class Rounded(NamedTuple):
@@ -70,11 +71,7 @@ def _slices(weight: Rows, at_a_time: int = _AT_A_TIME) -> Iterator[slice]:
 
 
 def round_weight(
-    weight: Rows,
-    form: CodeForm,
-    block: int,
-    squares: torch.Tensor | None = None,
-    kept: LinearInputs | None = None,
+    weight: Rows, form: CodeForm, block: int, squares: Tensor | None = None, kept: LinearInputs | None = None
 ) -> Rounded:
     """weight [N, K] in ``form``, one scale for ``block`` input channels of an output channel (K: for all of them).
 
@@ -90,21 +87,21 @@ def round_weight(
         squares = torch.ones(inputs) if squares is None else squares / squares.mean().clamp(min=1e-30) + _LEAST_SQUARE
         return _round_to_grid(weight, form, block, squares, kept)
     unit = global_scale(weight) if form == "float4" else 1.0
-    kind, rounded = _FORMS[form]
+    kind, limit, encoded = _FORMS[form]
     scale_type = torch.float8_e4m3fn if form == "float4" else weight.dtype
     codes = np.empty((inputs, channels), kind)
     scales = torch.empty((inputs // block, channels))
     for own in _slices(weight):
         groups = weight[own].float().reshape(-1, block) / unit
-        own_codes, own_scales = rounded(groups, scale_type)
-        codes[:, own] = _cast(own_codes.reshape(-1, inputs).numpy(), kind).T
+        own_scales = (groups.abs().amax(dim=1) / limit).to(scale_type).float()
+        own_scales = torch.where(own_scales == 0, 1.0, own_scales)  # Groups that hold zeros only.
+        own_codes = encoded((groups / own_scales[:, None]).clamp(-limit, limit))
+        codes[:, own] = own_codes.reshape(-1, inputs).numpy().view(kind).T
         scales[:, own] = own_scales.reshape(-1, inputs // block).T
     return Rounded(codes, TorchTensor(scales.to(scale_type)).numpy())
 
 
-def _round_to_grid(
-    weight: Rows, form: CodeForm, block: int, squares: torch.Tensor, kept: LinearInputs | None
-) -> Rounded:
+def _round_to_grid(weight: Rows, form: CodeForm, block: int, squares: Tensor, kept: LinearInputs | None) -> Rounded:
     """In 4 bits."""
     channels, inputs = weight.shape
     kind, groups = (ml_dtypes.int4 if form == "int4" else ml_dtypes.uint4), inputs // block
@@ -134,49 +131,20 @@ def _round_to_grid(
     return Rounded(codes, scale_codes, units[0].numpy(), minimum_codes, units[1].numpy())
 
 
-_Groups = tuple[torch.Tensor, torch.Tensor]
-"""Codes [G, block] and scales [G] of groups [G, block]."""
-
-
-def _int8(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
-    """Symmetric: -127..127."""
-    scales = _stored(groups.abs().amax(dim=1) / 127, scale_type)
-    return (groups / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
-
-
-def _float8(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
-    """e4m3, without infinities."""
-    scales = _stored(groups.abs().amax(dim=1) / FLOAT8_MAX, scale_type)
-    codes = (groups / scales[:, None]).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
-    return codes.view(torch.uint8), scales
-
-
-def _float4(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
-    """e2m1: the sign bit, then the number of the magnitude."""
-    scales = _stored(groups.abs().amax(dim=1) / FLOAT4_MAX, scale_type)
-    scaled = groups / scales[:, None]
+def _float4(scaled: Tensor) -> Tensor:
+    """The bits of e2m1: the sign, then the number of the magnitude."""
     codes = torch.bucketize(scaled.abs(), _FLOAT4_BOUNDS).to(torch.uint8)
-    return codes | (torch.signbit(scaled).to(torch.uint8) << 3), scales
+    return codes | (torch.signbit(scaled).to(torch.uint8) << 3)
 
 
-def nearest_float4(x: torch.Tensor) -> torch.Tensor:
+def nearest_float4(x: Tensor) -> Tensor:
     """Every value as the nearest one of float4."""
     return _FLOAT4_MAGNITUDES[torch.bucketize(x.abs(), _FLOAT4_BOUNDS)].copysign(x)
 
 
-_FORMS: dict[CodeForm, tuple[Any, Callable[[torch.Tensor, torch.dtype], _Groups]]] = {
-    "int8": (np.int8, _int8),
-    "float8": (ml_dtypes.float8_e4m3fn, _float8),
-    "float4": (ml_dtypes.float4_e2m1fn, _float4),
+_FORMS: dict[CodeForm, tuple[Any, float, Callable[[Tensor], Tensor]]] = {
+    "int8": (np.int8, 127.0, lambda scaled: scaled.round().to(torch.int8)),
+    "float8": (ml_dtypes.float8_e4m3fn, FLOAT8_MAX, lambda scaled: scaled.to(torch.float8_e4m3fn).view(torch.uint8)),
+    "float4": (ml_dtypes.float4_e2m1fn, FLOAT4_MAX, _float4),
 }
-
-
-def _stored(scales: torch.Tensor, scale_type: torch.dtype) -> torch.Tensor:
-    """Scales in float32 as they are once stored in ``scale_type``; 1 where a group holds zeros only."""
-    stored = scales.to(scale_type).float()
-    return torch.where(stored == 0, 1.0, stored)
-
-
-def _cast(codes: npt.NDArray[Any], kind: Any) -> npt.NDArray[Any]:
-    """Codes as ``kind``: integers by value, floats by their bits."""
-    return codes.astype(kind) if codes.dtype == np.int8 else codes.view(kind)
+"""The type of codes, the largest of them, and the bits of numbers that are clamped to it."""

@@ -15,8 +15,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specbuild.export.meta_model import MetaModel, load_meta_model
+from specbuild.files import read_json
 from specbuild.hf.model_config import read_model_config
-from specbuild.json_file import read_json
 from specbuild.progress import Stages
 from specbuild.quantize.compressed_tensors_format import SUFFIXES, cache_scales, configuration, targets, tensors
 from specbuild.quantize.shards import ShardWriter, copy_side_files

@@ -11,9 +11,9 @@ import torch
 
 from specbuild.export.meta_model import load_meta_model
 from specbuild.export.reference import Float32, SeeInput
+from specbuild.files import read_json
 from specbuild.hf.model_config import read_model_config, save_tokenizer
 from specbuild.hf.model_facts import positions_of
-from specbuild.json_file import read_json
 from specbuild.quantization.activation_ranges import rounding
 from specbuild.quantized_formats.config.schemes import read_scheme
 from specbuild.quantized_formats.loading import packed_linears, require_claimed, with_packed

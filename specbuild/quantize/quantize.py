@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,6 @@ from specbuild.files import require_space
 from specbuild.hf.hub import locate
 from specbuild.hf.model_config import read_model_config
 from specbuild.hf.model_facts import positions_of, require_packages
-from specbuild.json_file import read_json
 from specbuild.progress import Stages, peak_memory
 from specbuild.quantization.calibration_data import Texts
 from specbuild.quantization.recipe import QFormat, Recipe, make_recipe
@@ -22,7 +21,7 @@ from specbuild.weights.cache_codes import cache_code
 from specbuild.weights.safetensors_files import Weights, check_weights, require_layers
 from specrun.command_line import human_bytes
 from specrun.engine_dir.directories import QUALITY_NAME, new_directory, require_free
-from specrun.errors import BuildConfigError, UnsupportedModelError
+from specrun.errors import BuildConfigError
 
 if TYPE_CHECKING:
     from specbuild.export.meta_model import MetaModel
@@ -71,6 +70,7 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
     from specbuild.quantization.quantize_model import pack_model
     from specbuild.quantize.checkpoint import output_bytes, stored_linears
     from specbuild.quantize.pair import load_draft
+    from specbuild.quantized_formats.config.schemes import require_dense
     from specbuild.quantized_formats.loading import require_claimed
     from specbuild.weights.lazy_tensors import Reader, StoredTensor
 
@@ -81,7 +81,8 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
         draft_dir = locate(options.draft_dir, option="--draft_dir", code=options.trust_remote_code)
         directories["draft_dir"] = draft_dir
     with stages.stage("check checkpoint"):
-        _require_dense(source)
+        advice = "give specbuild convert this checkpoint as it is, or quantize the one that it was made of"
+        require_dense(source, advice)
         hf_config = read_model_config(source, options.trust_remote_code)
         files = check_weights(source)
         require_layers(source, hf_config, files)
@@ -99,7 +100,7 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
         plan = pack_model(meta_model.model, recipe.without_inputs, meta_model.weights)
         linears = stored_linears(source, meta_model, plan, files.entries, stages)
     with stages.stage("checksums of the checkpoint"):
-        made = made_of(QUANTIZE, options, directories, stopped.made if stopped else None)
+        made = made_of(QUANTIZE, asdict(options), directories, stopped.made if stopped else None)
     with run_for(output_dir, made, stopped, stages) as run:
         if not run.written.exists():  # Known before calibrating.
             require_space({output_dir.absolute().parent: output_bytes(files.entries, linears, plan)})
@@ -160,8 +161,9 @@ def _write(options: QuantizeOptions, recipe: Recipe, source: Quantizable, run: R
     """
     import torch
 
-    from specbuild.quantization.calibration import calibrate_on, quantize_dense, unreached_experts
+    from specbuild.quantization.calibration import calibrate_on, unreached_experts
     from specbuild.quantization.gptq import KeptInputs
+    from specbuild.quantization.quantize_model import pack_model, unmatched
     from specbuild.quantize.checkpoint import read_back, stored_cache, write_config, write_weights
     from specbuild.quantize.quality import measure
     from specbuild.weights.kv_cache import coarser, rounding_for
@@ -173,7 +175,9 @@ def _write(options: QuantizeOptions, recipe: Recipe, source: Quantizable, run: R
         amax = calibrate_on(texts, meta_model.model, kv_cache is not None, part, stages, kept)
     if kv_cache and amax:
         cache = rounding_for(kv_cache, coarser(kv_cache, amax.cache), torch.float32)
-    packed = quantize_dense(meta_model.model, meta_model.weights, recipe, amax, stages, kept)
+    for pattern in unmatched(meta_model.model, recipe):
+        stages.say(f"warning: --exclude {pattern} matches no module with a weight")
+    packed = pack_model(meta_model.model, recipe, meta_model.weights, amax, kept)
     scales = stored_cache(directory, meta_model.model, linears, cache)
     if not run.written.exists():
         with new_directory(run.written, force=False) as work:
@@ -189,18 +193,6 @@ def _write(options: QuantizeOptions, recipe: Recipe, source: Quantizable, run: R
     report["unreached_experts"] = unreached_experts(packed, amax) if recipe.calibrated and amax else None
     (run.written / QUALITY_NAME).write_text(json.dumps(report, indent=2) + "\n")
     return report
-
-
-def _require_dense(source: Path) -> None:
-    """Raise SpecError where weights are quantized already."""
-    from specbuild.quantized_formats.config.schemes import read_scheme
-
-    path = source / "config.json"
-    if path.is_file() and (scheme := read_scheme(source, read_json(path))):
-        raise UnsupportedModelError(
-            f"{scheme.path}: weights are quantized already ({scheme.method}); give specbuild convert this checkpoint "
-            "as it is, or quantize the one that it was made of"
-        )
 
 
 def _report(
@@ -250,18 +242,16 @@ def describe(report: dict[str, Any]) -> list[str]:
             before, after = quality["original_acceptance_rate"], quality["acceptance_rate"]
             rows.append(("acceptance rate", f"{before:.1%}", f"{after:.1%}"))
     forms = ", ".join(f"{count} in {form}" for form, count in report["forms"].items())
+    notes = [f"cache: {report['kv_cache_dtype']}"] if report["kv_cache_dtype"] != "auto" else []
+    if unreached := report["unreached_experts"]:
+        notes.append(
+            f"calibration: no token reached {sum(map(len, unreached.values()))} experts in {len(unreached)} layers; "
+            f"their inputs have the largest scale of their layer's ({QUALITY_NAME} names them; more or other "
+            "--calib_dataset reaches more)"
+        )
     return [
         f"{'':<24}{'original':>12}{report['qformat']:>12}",
         *(f"{name:<24}{before:>12}{after:>12}" for name, before, after in rows),
         f"weights: {forms}; embedding {report['embedding']}, lm_head {report['lm_head']}",
-        *([f"cache: {report['kv_cache_dtype']}"] if report["kv_cache_dtype"] != "auto" else []),
-        *([_say_unreached(unreached)] if (unreached := report["unreached_experts"]) else []),
+        *notes,
     ]
-
-
-def _say_unreached(unreached: dict[str, list[int]]) -> str:
-    count = sum(map(len, unreached.values()))
-    return (
-        f"calibration: no token reached {count} experts in {len(unreached)} layers; their inputs have the largest "
-        f"scale of their layer's ({QUALITY_NAME} names them; more or other --calib_dataset reaches more)"
-    )

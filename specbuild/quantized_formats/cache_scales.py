@@ -24,10 +24,7 @@ _NAME = re.compile(rf"\.(\d+)\.(?:.*\.)?({'|'.join(CACHE_SCALES)})$")
 
 
 def stored_rounding(
-    scheme: Scheme,
-    stored: Mapping[str, Reader],
-    caches: Sequence[CacheTensor],
-    computed_in: torch.dtype,
+    scheme: Scheme, stored: Mapping[str, Reader], caches: Sequence[CacheTensor], computed_in: torch.dtype
 ) -> CacheRounding:
     """The rounding of ``caches`` that the tensors ``stored`` say.
 

@@ -20,13 +20,7 @@ def collective(parts: Parts, value: ir.Value, operation: Literal["all_reduce", "
     """What all ranks have of ``value``: their sum, or theirs one behind the other on the first axis."""
     reduction = "sum" if operation == "all_reduce" else "none"
     return parts.node(
-        COLLECTIVE,
-        value,
-        collective_operation=operation,
-        reduce_op=reduction,
-        root=-1,
-        group_size=0,
-        nb_rank=ranks,
+        COLLECTIVE, value, collective_operation=operation, reduce_op=reduction, root=-1, group_size=0, nb_rank=ranks
     )
 
 

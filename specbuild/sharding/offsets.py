@@ -8,10 +8,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from specbuild.graph import ops as graphs
-from specbuild.graph.scales import added_to, before_casts
+from specbuild.graph.scales import add_offsets, added_to, before_casts
 from specbuild.sharding.weights import WITH_OFFSETS, is_constant, shape_of
-from specbuild.weights.packed import block_sums
 
 
 def join_offsets(model: ir.Model) -> None:
@@ -43,25 +41,13 @@ def part_offsets(model: ir.Model) -> None:
         weight, offsets = joined.inputs
         assert weight is not None and offsets is not None
         inputs, block = shape_of(weight)[0], joined.attributes.get_int("block_size", 0)
+        dtype = weight.dtype or ir.DataType.FLOAT
+        if offsets.dtype not in (None, dtype):
+            cast = ir.node("Cast", [offsets], {"to": int(dtype)}, name=f"{joined.name}.cast")
+            graph.insert_before(joined, cast)
+            offsets = cast.outputs[0]
+            offsets.name, offsets.type = cast.name, ir.TensorType(dtype)
         for number, product in enumerate([use.node for use in joined.outputs[0].uses()]):
-            x, y, name = product.inputs[0], product.outputs[0], f"{joined.name}.{number}"
-            assert x is not None
-            dtype = weight.dtype or ir.DataType.FLOAT
-            sums = block_sums(inputs, block).astype(dtype.numpy())
-            adder = graphs.initializer(graph, f"quantization.blocks.{inputs}.{block}", ir.tensor(sums, dtype=dtype))
-            own, nodes = offsets, list[ir.Node]()
-            if offsets.dtype not in (None, dtype):
-                nodes.append(ir.node("Cast", [own], {"to": int(dtype)}, name=f"{name}.cast"))
-                own = nodes[0].outputs[0]
-            added = ir.node("MatMul", [x, adder], name=f"{name}.sums")
-            shift = ir.node("MatMul", [added.outputs[0], own], name=f"{name}.shift")
-            total = ir.node("Add", [y, shift.outputs[0]], name=f"{name}.total")
-            nodes += [added, shift, total]
-            later = [use for use in y.uses() if use.node is not total]
-            for node in nodes:
-                node.outputs[0].name, node.outputs[0].type = node.name, ir.TensorType(dtype)
             product.replace_input_with(1, weight)
-            graph.insert_after(product, nodes)
-            for use in later:
-                use.node.replace_input_with(use.idx, total.outputs[0])
+            add_offsets(graph, product, offsets, inputs, block, f"{joined.name}.{number}")
     RemoveUnusedNodesPass()(model)

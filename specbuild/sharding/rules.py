@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from specbuild.sharding.part import MisalignedError, Part
+from specbuild.sharding.part import MisalignedError, Part, source_of
 from specbuild.sharding.parts import Parts, Rule
-from specbuild.sharding.reshaping import source_of
 from specbuild.sharding.weights import is_constant, shape_of
 
 _END = np.iinfo(np.int64).max

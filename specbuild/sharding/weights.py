@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
 from specbuild.sharding.part import Part
+from specbuild.weights.packed import lazy
 
 WITH_OFFSETS = "WithOffsets"
 """A weight [K, N] with offsets [K / block, N]; see ``offsets``."""
@@ -103,11 +106,11 @@ def _stored(value: ir.Value, part: Part, rank: int) -> ir.Value:
         made: ir.TensorProtocol = graphs.part_of(tensor, first * inner, shape, name)
     else:
 
-        def read() -> ir.TensorProtocol:
+        def read() -> npt.NDArray[Any]:
             numbers = tensor.numpy()[(slice(None),) * axis + (slice(min(first, size), min(last, size)),)]
             missing = [(0, 0)] * numbers.ndim
             missing[axis] = (0, shape[axis] - numbers.shape[axis])
-            return ir.Tensor(np.ascontiguousarray(np.pad(numbers, missing)), dtype=tensor.dtype, name=name)
+            return np.pad(numbers, missing)
 
-        made = ir.LazyTensor(read, dtype=tensor.dtype, shape=ir.Shape(shape), name=name)
+        made = lazy(tensor.dtype, shape, read, name)
     return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(made.dtype), const_value=made)

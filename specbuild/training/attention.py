@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from specbuild.training.memory import sparing
@@ -21,9 +21,9 @@ class ChainKeys:
     """Keys and values of each layer and step, where transformers' layers expect a cache."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._steps: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> Any:
         """Add those of a step, [B, H_kv, n, D]; all steps so far, [B, H_kv, steps, n, D], of the first n origins."""
         steps = self._steps.setdefault(layer, [])
         steps.append((key, value))
@@ -32,14 +32,14 @@ class ChainKeys:
 
 
 def attend(
-    _module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, **options: Any
-) -> tuple[torch.Tensor, None]:
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: None, **options: Any
+) -> tuple[Tensor, None]:
     """query [B, H, n, D], key and value [B, H_kv, steps, n, D] -> [B, n, H, D]; see above."""
     elements = query.shape[0] * query.shape[1] * query.shape[2] ** 2
     return sparing(elements, _weigh, query * options["scaling"], key, value).transpose(1, 2), None
 
 
-def _weigh(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _weigh(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     batch, heads, count, size = query.shape
     groups = query.reshape(batch, key.shape[1], -1, count, size)
     first = torch.einsum("bhgqd,bhkd->bhgqk", groups, key[:, :, 0])

@@ -13,24 +13,24 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
 from specbuild.export.features import Fusion, decoder_layers
+from specbuild.files import read_json
 from specbuild.head_formats.detect import read_head
 from specbuild.head_formats.eagle import EagleHead
 from specbuild.head_formats.pickled import LoadedTensor
-from specbuild.heads.eagle3 import Eagle3
+from specbuild.heads.eagle import Eagle3
 from specbuild.hf.model_facts import plain, vocab_size_of
-from specbuild.json_file import read_json
 from specbuild.training.attention import NAME, ChainKeys
 from specbuild.training.options import TrainOptions
-from specbuild.training.student import Student
-from specbuild.weights.lazy_tensors import Reader, Weight
+from specbuild.training.student import Student, materialise
+from specbuild.weights.lazy_tensors import Weight
+from specbuild.weights.safetensors_files import SINGLE_NAME
 from specrun.engine_dir.config import CONFIG_NAME
 
-WEIGHTS = "model.safetensors"
 _SCALE = 0.02
 """Standard deviation of new matrices."""
 _LEAST_LAYERS = 7
@@ -52,7 +52,7 @@ class Eagle3Student(Student):
         embedding = target.get_input_embeddings().weight
         assert isinstance(embedding, nn.Parameter)
         shared = LoadedTensor(torch.empty_like(embedding, device="meta"))
-        self._fusion = Fusion(self.head, target)
+        fusion = self.fusion = Fusion(head, target)
         self.module = Eagle3(
             self.head,
             torch.float32,
@@ -60,28 +60,19 @@ class Eagle3Student(Student):
             vocab_size_of(target),
         )
         self.module.config._attn_implementation = NAME
-        for name in self._fusion.names:
-            _materialise(self._fusion, name, self.head.tensors[name])
-        for name in self.module.weights.keys() & self.head.tensors.keys():
-            _materialise(self.module, name, self.head.tensors[name])
+        for owner, names in ((fusion, fusion.names), (self.module, self.module.weights.keys() & head.tensors.keys())):
+            for name in names:
+                materialise(owner, name, head.tensors[name])
         self.module.embed_tokens.weight = embedding
         self.vocabulary = None
         if self.module.slots is not None:
-            shifts = self.head.tensors["d2t"].read((slice(None),), torch.int64)
+            shifts = head.tensors["d2t"].read((slice(None),), torch.int64)
             self.vocabulary = (torch.arange(len(shifts)) + shifts).to(target.device)
         self.to(target.device)
 
-    @property
     @override
-    def fusion(self) -> Fusion:
-        """See Student."""
-        return self._fusion
-
-    @override
-    def drafts(
-        self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
-    ) -> Iterator[torch.Tensor]:
-        """See Student. A draft reads the state of the one before, as when it runs."""
+    def drafts(self, ids: Tensor, mask: Tensor, features: Tensor, count: int) -> Iterator[Tensor]:
+        """A draft reads the state of the one before, as when it runs."""
         keys, hidden = ChainKeys(), features
         for draft in range(count):
             origins = ids.shape[1] - 2 - draft
@@ -92,15 +83,15 @@ class Eagle3Student(Student):
             hidden = self.module.feature(hidden)
 
     @override
-    def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
-        """See Student."""
-        logits: torch.Tensor = self.module.lm_head(self.module.norm(states))
+    def logits(self, states: Tensor, draft: int) -> Tensor:
+        logits: Tensor = self.module.lm_head(self.module.norm(states))
         return logits
 
     @override
     def save(self, directory: Path, dtype: torch.dtype) -> None:
-        """See Student. In SpecForge's form, without the target's embeddings."""
-        own = {**dict(self._fusion.named_parameters()), **dict(self.module.named_parameters())}
+        """In SpecForge's form, without the target's embeddings."""
+        assert self.fusion
+        own = {**dict(self.fusion.named_parameters()), **dict(self.module.named_parameters())}
         tensors = {
             name.replace(_OWN_LAYER, _FILE_LAYER): parameter.detach().to("cpu", dtype).contiguous()
             for name, parameter in own.items()
@@ -110,16 +101,7 @@ class Eagle3Student(Student):
         write_head(directory, config, tensors, self.vocabulary, self.head.vocab_size)
 
 
-def _materialise(owner: nn.Module, name: str, reader: Reader) -> None:
-    """Put a float32 parameter in the place of a placeholder."""
-    module, _, last = name.rpartition(".")
-    whole = reader.read((slice(None),) * len(reader.shape), torch.float32)
-    owner.get_submodule(module).register_parameter(last, nn.Parameter(whole))
-
-
-def write_new_head(
-    directory: Path, target: PreTrainedModel, vocabulary: torch.Tensor | None, options: TrainOptions
-) -> None:
+def write_new_head(directory: Path, target: PreTrainedModel, vocabulary: Tensor | None, options: TrainOptions) -> None:
     """A head that has learnt nothing: its output layer is the target's, and the rest as near to it as the shapes allow.
 
     vocabulary: [V_draft] int64, ascending, the tokens that it is to draft; None: all.
@@ -128,7 +110,7 @@ def write_new_head(
     config["intermediate_size"] = options.intermediate_size or config["intermediate_size"]
     generator = torch.Generator().manual_seed(options.seed)
 
-    def matrix(rows: int, columns: int) -> torch.Tensor:
+    def matrix(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator) * _SCALE
 
     width, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -166,7 +148,7 @@ def write_new_head(
     write_head(directory, config, tensors, vocabulary, vocab_size_of(target))
 
 
-def _shared_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _shared_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The target's last layer as a head's, which learns sooner from there; {} where the target has other layers.
 
     Projections of the embeddings are those of the first layer, which reads embeddings.
@@ -177,10 +159,10 @@ def _shared_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[st
     if getattr(target.config.get_text_config(), "hidden_act", None) != config["hidden_act"]:
         return {}
 
-    def scale(norm: Any) -> torch.Tensor:
+    def scale(norm: Any) -> Tensor:
         """The weight of a norm, however it is stored."""
         one = torch.ones(1, config["hidden_size"], device=target.device, dtype=target.dtype)
-        normed: torch.Tensor = norm(one)[0]
+        normed: Tensor = norm(one)[0]
         return normed
 
     try:
@@ -205,11 +187,7 @@ def _shared_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[st
 
 
 def write_head(
-    directory: Path,
-    config: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
-    vocabulary: torch.Tensor | None,
-    vocab_size: int,
+    directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], vocabulary: Tensor | None, vocab_size: int
 ) -> None:
     """Write a head's two files."""
     chosen = torch.arange(vocab_size) if vocabulary is None else vocabulary.cpu()
@@ -217,11 +195,11 @@ def write_head(
         "d2t": chosen - torch.arange(len(chosen)),
         "t2d": torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, chosen, True),
     }
-    save_file({**tensors, **maps}, directory / WEIGHTS, metadata={"format": "pt"})
+    save_file({**tensors, **maps}, directory / SINGLE_NAME, metadata={"format": "pt"})
     (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _new_config(target: PreTrainedModel, vocabulary: torch.Tensor | None) -> dict[str, Any]:
+def _new_config(target: PreTrainedModel, vocabulary: Tensor | None) -> dict[str, Any]:
     """``config.json`` of a head with one Llama layer of the target's sizes, as SpecForge writes it."""
     own = target.config.get_text_config()
     heads = own.num_attention_heads

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +10,7 @@ from transformers import PreTrainedModel
 
 from specbuild.export.features import watched
 from specbuild.hf.model_facts import vocab_size_of
+from specbuild.progress import deferred_signals
 from specbuild.training.data.rows import Batch, Data
 from specbuild.training.losses import Score, compare
 from specbuild.training.muon import Muon
@@ -60,12 +58,12 @@ class Trainer:
         Ctrl-C and SIGTERM take effect when the step has ended and ``at_pause`` was called with True.
         """
         losses: list[float] = []
-        with deferred_signals() as stopped:
+        with deferred_signals(second_ends=True) as stopped:
             while self.step < self.plan.steps:
                 losses.append(self._train(self.data.batch(self.step, self.plan.batch_size, self.plan.seed)))
                 self.step += 1
                 advance()
-                if stopped():
+                if stopped.is_set():
                     at_pause(sum(losses) / len(losses), True)
                     return
                 if self.step % self.plan.save_steps == 0 or self.step == self.plan.steps:
@@ -113,31 +111,3 @@ def _optimizer(student: Student, target: PreTrainedModel, name: str) -> torch.op
         is_hidden = parameter.ndim == 2 and vocabularies.isdisjoint(parameter.shape)
         (matrices if is_hidden else others).append(parameter)
     return Muon(others, matrices, betas=_BETAS, weight_decay=0.0)
-
-
-@contextmanager
-def deferred_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM wait until the block has ended; yields whether one has come. A second one does not wait."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def note(number: int, _frame: object) -> None:
-        received.append(number)
-        restore()
-
-    for number, handler in before.items():
-        if callable(handler):  # Not where it is ignored, as in the background of a shell.
-            signal.signal(number, note)
-    try:
-        yield lambda: bool(received)
-    finally:
-        restore()
-    if received:
-        signal.raise_signal(received[0])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from specbuild.training import memory
@@ -32,11 +34,8 @@ class Score:
 
     def add(self, other: Score) -> None:
         """Count another batch, too."""
-        for name in ("divergence", "positions", "reached", "accepted"):
-            mine, more = getattr(self, name), getattr(other, name)
-            length = max(len(mine), len(more))
-            both = zip(*(one + [0] * (length - len(one)) for one in (mine, more)), strict=True)
-            setattr(self, name, [a + b for a, b in both])
+        for name, mine in vars(self).items():
+            setattr(self, name, [a + b for a, b in zip_longest(mine, getattr(other, name), fillvalue=0)])
 
     @property
     def loss(self) -> float:
@@ -75,7 +74,7 @@ class Score:
 class Expected:
     """The target's distributions where drafts are compared with them. They are made once, for all drafts."""
 
-    def __init__(self, logits: torch.Tensor, vocabulary: torch.Tensor | None) -> None:
+    def __init__(self, logits: Tensor, vocabulary: Tensor | None) -> None:
         """logits [N, V]. With a ``vocabulary`` [V_draft] they are renormalized on it, as in SpecForge."""
         self.best = logits.argmax(-1)
         """[N]: the likeliest token."""
@@ -98,7 +97,7 @@ class Expected:
         """Tokens that the draft may draft."""
         return self._probs.shape[-1]
 
-    def diverge(self, rows: torch.Tensor, draft_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def diverge(self, rows: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
         """Of each of ``rows`` [n]: KL(target || draft) in float32, and whether both have the same likeliest token.
 
         draft_logits: the draft's logits, [n, V_draft]. Rows whose likeliest token it cannot draft teach nothing (0).
@@ -111,8 +110,8 @@ class Expected:
 
 
 def compare(
-    student: Student, batch: Batch, features: torch.Tensor, target_logits: torch.Tensor, count: int
-) -> tuple[torch.Tensor, Score]:
+    student: Student, batch: Batch, features: Tensor, target_logits: Tensor, count: int
+) -> tuple[Tensor, Score]:
     """The loss of a batch, and its score. count: drafts of each origin.
 
     features [B, S, W] and target_logits [B, S, V] are the target's. The loss is the sum over drafts k of
@@ -140,11 +139,11 @@ def compare(
 
 
 def _diverge_in_parts(
-    student: Student, draft: int, states: torch.Tensor, expected: Expected, rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    student: Student, draft: int, states: Tensor, expected: Expected, rows: Tensor
+) -> tuple[Tensor, Tensor]:
     """``Expected.diverge`` of a draft's states [n, ..]: never are the logits of all positions kept."""
 
-    def one(states: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def one(states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         return expected.diverge(rows, student.logits(states, draft))
 
     size = max(1, memory.KEPT // expected.width)

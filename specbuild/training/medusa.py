@@ -10,78 +10,51 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
 from specbuild.export.features import Fusion
-from specbuild.heads.medusa import ResBlock
-from specbuild.json_file import read_json
-from specbuild.training.student import Student
+from specbuild.files import read_json
+from specbuild.head_formats.detect import read_head
+from specbuild.head_formats.medusa import FILE_NAME, MedusaHead
+from specbuild.heads.medusa import Medusa
+from specbuild.training.student import Student, materialise
 from specrun.engine_dir.config import CONFIG_NAME
 
-WEIGHTS = "medusa_lm_head.safetensors"
 _LAYERS = 1
 """Residual blocks of each head."""
-
-
-class FinalState(Fusion):
-    """The target's last state behind its final norm, as it is."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.layers, self.names = (), []
 
 
 class MedusaStudent(Student):
     """The heads in a directory that ``save`` or ``write_new_heads`` has written."""
 
-    def __init__(self, directory: Path, device: torch.device) -> None:
+    def __init__(self, directory: Path, target: PreTrainedModel) -> None:
         super().__init__()
-        self.source = read_json(directory / CONFIG_NAME)
-        tensors = load_file(directory / WEIGHTS)
-        self.trained_drafts, layers = self.source["medusa_num_heads"], self.source["medusa_num_layers"]
-        vocab_size, width = tensors[f"0.{layers}.weight"].shape
-        with torch.device("meta"):
-            self.heads = nn.ModuleList(
-                nn.Sequential(*(ResBlock(width) for _ in range(layers)), nn.Linear(width, vocab_size, bias=False))
-                for _ in range(self.trained_drafts)
-            )
-        self.heads.load_state_dict({name: tensor.float().clone() for name, tensor in tensors.items()}, assign=True)
-        self.heads.requires_grad_(True)
-        self.to(device)
-        self._final = FinalState()
-
-    @property
-    @override
-    def fusion(self) -> Fusion:
-        """See Student."""
-        return self._final
+        self.source, head = read_json(directory / CONFIG_NAME), read_head(directory)
+        assert isinstance(head, MedusaHead)
+        self.trained_drafts, self.fusion = head.num_heads, Fusion(head, target)
+        self.heads = Medusa(head, torch.float32, head.vocab_size)
+        for name, tensor in head.tensors.items():
+            materialise(self.heads, name, tensor)
+        self.to(target.device)
 
     @override
-    def drafts(
-        self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
-    ) -> Iterator[torch.Tensor]:
-        """See Student. All heads read the origin's own state."""
+    def drafts(self, ids: Tensor, mask: Tensor, features: Tensor, count: int) -> Iterator[Tensor]:
+        """All heads read the origin's own state."""
         for draft in range(min(count, len(self.heads))):
             yield features[:, : ids.shape[1] - 2 - draft]
 
     @override
-    def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
-        """See Student."""
-        logits: torch.Tensor = self.heads[draft](states)
+    def logits(self, states: Tensor, draft: int) -> Tensor:
+        logits: Tensor = self.heads[draft](states)
         return logits
 
     @override
     def save(self, directory: Path, dtype: torch.dtype) -> None:
-        """See Student."""
-        tensors = self.heads.state_dict()
-        save_file(
-            {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()},
-            directory / WEIGHTS,
-            metadata={"format": "pt"},
-        )
+        tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in self.heads.state_dict().items()}
+        save_file(tensors, directory / FILE_NAME, metadata={"format": "pt"})
         (directory / CONFIG_NAME).write_text(json.dumps(self.source, indent=2) + "\n")
 
 
@@ -97,7 +70,7 @@ def write_new_heads(directory: Path, target: PreTrainedModel, name: str, count: 
             tensors[f"{head}.{layer}.linear.weight"] = torch.zeros(width, width)
             tensors[f"{head}.{layer}.linear.bias"] = torch.zeros(width)
         tensors[f"{head}.{_LAYERS}.weight"] = rows.clone()
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, directory / FILE_NAME, metadata={"format": "pt"})
     config = {
         "medusa_num_heads": count,
         "medusa_num_layers": _LAYERS,

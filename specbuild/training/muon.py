@@ -35,7 +35,9 @@ class Muon(torch.optim.AdamW):
         for weight in group["params"]:
             if weight.grad is None:
                 continue
-            mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+            state = self.state[weight]
+            state.setdefault("step", torch.zeros(()))  # AdamW looks for it when states are loaded.
+            mean = state.setdefault("mean", torch.zeros_like(weight))
             mean.lerp_(weight.grad, 1 - _MOMENTUM)
             update = orthogonalised(weight.grad.lerp(mean, _MOMENTUM))
             weight.add_(update, alpha=-_SIZE * group["lr"] * max(weight.shape) ** 0.5)

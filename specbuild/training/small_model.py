@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
@@ -19,7 +20,7 @@ from specrun.errors import BuildConfigError, CheckpointError, first_line
 class ModelStudent(Student):
     """A model in a directory of transformers'."""
 
-    trained_drafts = 1
+    trained_drafts, fusion = 1, None
     """The next token of every place is trained anyway."""
 
     def __init__(self, directory: Path, device: torch.device, trust_remote_code: bool) -> None:
@@ -33,22 +34,18 @@ class ModelStudent(Student):
         self.model = model.to(device)
 
     @override
-    def drafts(
-        self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
-    ) -> Iterator[torch.Tensor]:
-        """See Student. States are logits."""
+    def drafts(self, ids: Tensor, mask: Tensor, features: Tensor, count: int) -> Iterator[Tensor]:
+        """States are logits."""
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         for draft in range(count):
             yield logits[:, 1 + draft : -1]
 
     @override
-    def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
-        """See Student."""
+    def logits(self, states: Tensor, draft: int) -> Tensor:
         return states
 
     @override
     def save(self, directory: Path, dtype: torch.dtype) -> None:
-        """See Student."""
         deepcopy(self.model).to(dtype).save_pretrained(directory)
 
 
@@ -67,7 +64,10 @@ def write_new_model(
     kept = [round(place * (len(layers) - 1) / max(1, count - 1)) for place in range(count)]
     config = deepcopy(target.config)
     own = config.get_text_config()
-    _keep_layers(own, kept, len(layers))
+    own.num_hidden_layers = count
+    for name, value in list(vars(own).items()):
+        if isinstance(value, list | tuple) and len(value) == len(layers) > 1:  # What each layer is.
+            setattr(own, name, [value[layer] for layer in kept])
     if hidden_size is not None:
         _narrow(own, hidden_size)
     torch.manual_seed(seed)
@@ -81,13 +81,6 @@ def write_new_model(
         ) from error
     model.generation_config = deepcopy(target.generation_config)
     model.save_pretrained(directory)
-
-
-def _keep_layers(config: Any, kept: list[int], count: int) -> None:
-    config.num_hidden_layers = len(kept)
-    for name, value in list(vars(config).items()):
-        if isinstance(value, list | tuple) and len(value) == count and count > 1:  # What each layer is.
-            setattr(config, name, [value[layer] for layer in kept])
 
 
 def _narrow(config: Any, hidden_size: int) -> None:
@@ -111,7 +104,7 @@ def _narrow(config: Any, hidden_size: int) -> None:
         config.head_dim = size
 
 
-def _kept_tensors(target: PreTrainedModel, kept: list[int]) -> dict[str, torch.Tensor]:
+def _kept_tensors(target: PreTrainedModel, kept: list[int]) -> dict[str, Tensor]:
     """The target's tensors, but for those of layers that go; layers are numbered anew."""
     layers = decoder_layers(target)
     (prefix,) = (f"{name}." for name, module in target.named_modules() if module is layers)

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from specbuild.training.loop import Trainer
 from specrun.engine_dir.directories import TRAINING_NAME, new_directory
-from specrun.errors import BuildConfigError, CheckpointError
+from specrun.errors import BuildConfigError, CheckpointError, first_line
 
-OPTIMISER_NAME = "optimizer.safetensors"
+OPTIMIZER_NAME = "optimizer.pt"
 TOOL = "specbuild train_draft"
 _LENGTHS = ("steps", "epochs")
 
 
 def save_run(directory: Path, trainer: Trainer, settings: dict[str, Any], history: list[dict[str, Any]]) -> None:
     """Write a run, whole or not at all; the one before it is replaced."""
-    names = {id(parameter): name for name, parameter in trainer.student.trained.items()}
-    states = {
-        f"{names[id(parameter)]}.{key}": value.cpu().contiguous()
-        for parameter, state in trainer.optimizer.state.items()
-        for key, value in state.items()
-    }
     with new_directory(directory, force=True) as work:
         trainer.student.save(work, torch.float32)
-        save_file(states, work / OPTIMISER_NAME)
+        torch.save(trainer.optimizer.state_dict(), work / OPTIMIZER_NAME)
         write_record(work, {"step": trainer.step, "settings": settings, "history": history})
 
 
@@ -62,16 +55,8 @@ def read_run(directory: Path, settings: dict[str, Any]) -> tuple[int, list[dict[
 
 def load_optimizer(directory: Path, trainer: Trainer) -> None:
     """Let the optimizer go on where it was. Raises CheckpointError."""
+    path = directory / OPTIMIZER_NAME
     try:
-        stored = load_file(directory / OPTIMISER_NAME)
-        for name, parameter in trainer.student.trained.items():
-            own = {key.removeprefix(f"{name}."): value for key, value in stored.items() if key.startswith(f"{name}.")}
-            if not own:
-                raise KeyError(name)
-            trainer.optimizer.state[parameter] = {
-                key: value if key == "step" else value.to(parameter.device) for key, value in own.items()
-            }
-    except (OSError, KeyError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{directory / OPTIMISER_NAME}: cannot be read ({error}); give --force to begin anew"
-        ) from error
+        trainer.optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({first_line(error)}); give --force to begin anew") from error

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specbuild.export.features import Fusion
+from specbuild.weights.lazy_tensors import Reader
 
 
 class Student(nn.Module, ABC):
@@ -19,20 +20,16 @@ class Student(nn.Module, ABC):
     token i. Draft k, from 0, is for token i + 2 + k; the target's opinion of it stands in its logits at i + 1 + k.
     """
 
-    vocabulary: torch.Tensor | None = None
+    vocabulary: Tensor | None = None
     """[V_draft] int64: the tokens that it may draft, ascending; None: all."""
     trained_drafts: int
     """Number of drafts of each origin that are trained."""
 
-    @property
-    def fusion(self) -> Fusion | None:
-        """Makes features of the target's hidden states; None: it reads none."""
-        return None
+    fusion: Fusion | None
+    """Makes features of the target's hidden states; None: it reads none."""
 
     @abstractmethod
-    def drafts(
-        self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
-    ) -> Iterator[torch.Tensor]:
+    def drafts(self, ids: Tensor, mask: Tensor, features: Tensor, count: int) -> Iterator[Tensor]:
         """States of drafts 0, 1, .. ``count`` - 1: the k-th [B, S - 2 - k, ..], of the first origins.
 
         ids and mask [B, S]; features [B, S, W], those of ``fusion``. All but the origin's first draft are computed
@@ -40,7 +37,7 @@ class Student(nn.Module, ABC):
         """
 
     @abstractmethod
-    def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
+    def logits(self, states: Tensor, draft: int) -> Tensor:
         """States [n, ..] of the draft of this number -> [n, V_draft]."""
 
     @abstractmethod
@@ -51,3 +48,10 @@ class Student(nn.Module, ABC):
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+
+def materialise(owner: nn.Module, name: str, reader: Reader) -> None:
+    """Put a float32 parameter in the place of a placeholder."""
+    module, _, last = name.rpartition(".")
+    whole = reader.read((slice(None),) * len(reader.shape), torch.float32)
+    owner.get_submodule(module).register_parameter(last, nn.Parameter(whole))

@@ -12,13 +12,13 @@ from specbuild.files import require_space
 from specbuild.hf.hub import locate
 from specbuild.hf.model_config import read_model_config, save_generation_config, save_tokenizer
 from specbuild.hf.model_facts import positions_of, require_packages, vocab_size_of
-from specbuild.json_file import read_json
 from specbuild.progress import Stages, peak_memory
+from specbuild.quantized_formats.config.schemes import require_dense
 from specbuild.training.options import TrainOptions
 from specbuild.weights.safetensors_files import check_weights, require_layers
 from specrun.command_line import human_bytes
 from specrun.engine_dir.directories import new_directory, require_free
-from specrun.errors import BackendError, BuildConfigError, CheckpointError, UnsupportedModelError, first_line
+from specrun.errors import BackendError, BuildConfigError, CheckpointError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
     directory = locate(options.model, options.revision, code=options.trust_remote_code)
     with stages.stage("check checkpoint"):
         config = read_model_config(directory, options.trust_remote_code)
-        _require_dense(directory)
+        require_dense(directory, "train on the checkpoint that it was made of: the draft fits both")
         require_layers(directory, config, check_weights(directory))
     import torch
 
@@ -122,17 +122,6 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
     return record
 
 
-def _require_dense(directory: Path) -> None:
-    """Raise UnsupportedModelError where weights are quantized."""
-    from specbuild.quantized_formats.config.schemes import read_scheme
-
-    if scheme := read_scheme(directory, read_json(directory / "config.json")):
-        raise UnsupportedModelError(
-            f"{scheme.path}: weights are quantized ({scheme.method}); train on the checkpoint that it was made of: the "
-            "draft fits both"
-        )
-
-
 def _device(name: str | None) -> torch.device:
     """Raises BuildConfigError, BackendError."""
     import torch
@@ -140,8 +129,8 @@ def _device(name: str | None) -> torch.device:
     usable = torch.cuda.is_available()
     try:
         device = torch.device(name or ("cuda" if usable else "cpu"))
-    except RuntimeError as error:
-        raise BuildConfigError(f"--device {name}: expected cpu, cuda, or a GPU by its number, like cuda:1") from error
+    except RuntimeError:
+        device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise BuildConfigError(f"--device {name}: expected cpu, cuda, or a GPU by its number, like cuda:1")
     if device.type == "cuda" and (not usable or (device.index or 0) >= torch.cuda.device_count()):
@@ -207,5 +196,5 @@ def _open_student(directory: Path, target: PreTrainedModel, options: TrainOption
     if options.kind == "model":
         return ModelStudent(directory, target.device, options.trust_remote_code)
     if options.kind == "medusa":
-        return MedusaStudent(directory, target.device)
+        return MedusaStudent(directory, target)
     return Eagle3Student(directory, target, options.num_drafts)

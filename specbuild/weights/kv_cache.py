@@ -94,6 +94,18 @@ def tensor_rounding(steps: npt.NDArray[Any], computed_in: torch.dtype) -> Tensor
     return TensorRounding(scale, factors.to(computed_in).float().numpy())
 
 
+class _PassLayer(DynamicLayer):
+    """A layer that keeps nothing from pass to pass."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_initialized = True
+
+    @override
+    def get_seq_length(self) -> int:
+        return 0
+
+
 class RoundedCache(Cache):
     """What a model sees of its keys and values when they are rounded. For one pass over whole texts."""
 
@@ -102,16 +114,10 @@ class RoundedCache(Cache):
         super().__init__(layers=[_RoundedLayer(rounding.dtype, *rounding.layer(index)) for index in layers])
 
 
-class _RoundedLayer(DynamicLayer):
+class _RoundedLayer(_PassLayer):
     def __init__(self, dtype: CacheCode, keys: TensorRounding, values: TensorRounding) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.dtype_of_codes, self.key_rounding, self.value_rounding = dtype, keys, values
-        self.is_initialized = True
-
-    @override
-    def get_seq_length(self) -> int:
-        """Nothing is kept from pass to pass."""
-        return 0
 
     @override
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
@@ -145,16 +151,10 @@ class ObservedCache(Cache):
         return [values.numpy() for values in tensors]
 
 
-class _ObservedLayer(DynamicLayer):
+class _ObservedLayer(_PassLayer):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.is_initialized = True
+        super().__init__()
         self.seen: list[torch.Tensor] = []
-
-    @override
-    def get_seq_length(self) -> int:
-        """Nothing is kept from pass to pass."""
-        return 0
 
     @override
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:

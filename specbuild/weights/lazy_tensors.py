@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
+from torch import Tensor
 from typing_extensions import override
 
 from specbuild.weights.safetensors_files import Entry
@@ -66,7 +67,7 @@ class Reader(Protocol):
     def dtype(self) -> torch.dtype:
         """As stored."""
 
-    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, index: Index, dtype: torch.dtype) -> Tensor:
         """A copy of a part in ``dtype``."""
 
 
@@ -88,7 +89,7 @@ class StoredTensor:
             raise CheckpointError(f"{self.entry.file}: tensors of type {self.entry.dtype}, which specbuild cannot read")
         return DTYPES[self.entry.dtype]
 
-    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, index: Index, dtype: torch.dtype) -> Tensor:
         """A copy of a part in ``dtype``. Raises CheckpointError where the file has become shorter."""
         if not self.shape:
             return self._read_rows(0, ()).to(dtype)
@@ -102,7 +103,7 @@ class StoredTensor:
         blocks = [(block, min(last, block + step)) for block in range(first, last, step)]
         return join([self._map(*block)[:, *rest].to(dtype, copy=True) for block in blocks])
 
-    def _read_rows(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    def _read_rows(self, start: int, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=self.dtype)
         buffer = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
         with self.entry.file.open("rb", buffering=0) as file:
@@ -115,7 +116,7 @@ class StoredTensor:
                 done += count
         return tensor
 
-    def _map(self, first: int, last: int) -> torch.Tensor:
+    def _map(self, first: int, last: int) -> Tensor:
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         start = self.entry.offset + first * row
         page = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
@@ -126,7 +127,7 @@ class StoredTensor:
         return numbers.view(self.dtype).reshape(last - first, *self.shape[1:])
 
 
-def join(rows: list[torch.Tensor]) -> torch.Tensor:
+def join(rows: list[Tensor]) -> Tensor:
     """``torch.cat`` that does not copy a single tensor."""
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
@@ -141,12 +142,17 @@ class Weight:
     directory: Path
     """The checkpoint's."""
 
-    def __getitem__(self, index: slice | EllipsisType | Index) -> torch.Tensor:
+    def __getitem__(self, index: slice | EllipsisType | Index) -> Tensor:
         """Read a part. Raises CheckpointError, naming the tensor, where it is not finite."""
         given = () if index is ... else index if isinstance(index, tuple) else (index,)
         whole = (*given, *[slice(None)] * (len(self.shape) - len(given)))
         part = self.reader.read(whole, self.dtype)
-        self._require_finite(part)
+        pieces = torch.split(part.reshape(-1), _PART // part.itemsize) if part.is_floating_point() else ()
+        for piece in pieces:
+            if piece.numel() and not all(math.isfinite(end) for end in torch.aminmax(piece)):
+                raise CheckpointError(
+                    f"{self.directory}: the weights in {self.name} are not finite (NaN or inf); download them again"
+                )
         return part
 
     @property
@@ -157,15 +163,6 @@ class Weight:
     def row(self, number: int) -> Weight:
         """One of its parts along the first axis: an expert."""
         return replace(self, reader=_Row(self.reader, number % self.shape[0]))
-
-    def _require_finite(self, part: torch.Tensor) -> None:
-        if not part.is_floating_point():
-            return
-        for piece in torch.split(part.reshape(-1), _PART // part.itemsize):
-            if piece.numel() and not all(math.isfinite(end) for end in torch.aminmax(piece)):
-                raise CheckpointError(
-                    f"{self.directory}: the weights in {self.name} are not finite (NaN or inf); download them again"
-                )
 
 
 class _Row(NamedTuple):
@@ -182,7 +179,7 @@ class _Row(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.reader.dtype
 
-    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, index: Index, dtype: torch.dtype) -> Tensor:
         return self.reader.read((slice(self.number, self.number + 1), *index), dtype)[0]
 
 
@@ -208,7 +205,7 @@ class Stacked(NamedTuple):
         """What each expert is made of."""
         return [[part] for part in self.parts]
 
-    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, index: Index, dtype: torch.dtype) -> Tensor:
         """A part in ``dtype``."""
         chosen, *rest = index
         if not self.is_transposed:
@@ -268,5 +265,5 @@ def bind(graph: ir.Model, weights: Mapping[str, Weight], prefix: str) -> None:
         raw: Any = getattr(value.const_value, "raw", None)
         if weight := weights.get(name.removeprefix(prefix)):
             value.const_value = WeightTensor(weight, name)
-        elif isinstance(raw, torch.Tensor) and raw.untyped_storage().nbytes() < raw.nbytes:
+        elif isinstance(raw, Tensor) and raw.untyped_storage().nbytes() < raw.nbytes:
             raise UnsupportedModelError(f"the exported graph has a weight {name} that is none of the model's")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,17 @@ def block_sums(inputs: int, block: int) -> Floats:
     blocks = np.arange(inputs)[:, None] // block
     sums: Floats = (blocks == np.arange(-(-inputs // block))).astype(np.float32)
     return sums
+
+
+def lazy(
+    dtype: ir.DataType, shape: Sequence[int], make: Callable[[], npt.NDArray[Any]], name: str | None = None
+) -> ir.LazyTensor:
+    """A tensor whose values ``make`` computes when they are asked for."""
+
+    def made() -> ir.TensorProtocol:
+        return ir.Tensor(np.asarray(make(), order="C"), dtype)
+
+    return ir.LazyTensor(made, dtype, ir.Shape(shape), name=name)
 
 
 @dataclass(frozen=True)
@@ -106,11 +117,9 @@ class Packed:
         """Some output channels as a weight of their own; of a linear layer, not of a table."""
 
         def part(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-            def read() -> ir.TensorProtocol:
-                return ir.Tensor(np.asarray(tensor.numpy())[..., first:last], dtype=tensor.dtype)
-
-            *rows, _ = _shape(tensor) or (0,)
-            return ir.LazyTensor(read, tensor.dtype, ir.Shape([*rows, last - first])) if _shape(tensor) else tensor
+            if not (shape := _shape(tensor)):
+                return tensor
+            return lazy(tensor.dtype, [*shape[:-1], last - first], lambda: tensor.numpy()[..., first:last])
 
         parts: dict[str, Any] = {
             name: part(tensor)
@@ -194,21 +203,13 @@ def of_channels(packed: Packed, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     if _shape(tensor):
         return tensor
     channels = packed.shape[1]
-
-    def repeat() -> ir.TensorProtocol:
-        return ir.Tensor(np.full(channels, np.asarray(tensor.numpy())), dtype=tensor.dtype)
-
-    return ir.LazyTensor(repeat, tensor.dtype, ir.Shape([channels]))
+    return lazy(tensor.dtype, [channels], lambda: np.full(channels, tensor.numpy()))
 
 
 def _joined(parts: Sequence[ir.TensorProtocol]) -> ir.LazyTensor:
     """Tensors behind each other along the last axis."""
-
-    def join() -> ir.TensorProtocol:
-        return ir.Tensor(np.concatenate([np.asarray(part.numpy()) for part in parts], axis=-1), dtype=parts[0].dtype)
-
-    *shape, _ = _shape(parts[0])
-    return ir.LazyTensor(join, parts[0].dtype, ir.Shape([*shape, sum(_shape(part)[-1] for part in parts)]))
+    shape = [*_shape(parts[0])[:-1], sum(_shape(part)[-1] for part in parts)]
+    return lazy(parts[0].dtype, shape, lambda: np.concatenate([part.numpy() for part in parts], axis=-1))
 
 
 class Stack(ir.LazyTensor):
@@ -216,12 +217,9 @@ class Stack(ir.LazyTensor):
 
     def __init__(self, rows: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> None:
         """shape: of each row in the stack; it has as many elements as the rows have."""
-        self._rows = rows
-        super().__init__(self._stacked, rows[0].dtype, ir.Shape([len(rows), *shape]))
-
-    def _stacked(self) -> ir.TensorProtocol:
-        rows = np.stack([np.asarray(row.numpy()) for row in self._rows])
-        return ir.Tensor(rows.reshape(_shape(self)), dtype=self.dtype)
+        self._rows, size = rows, (len(rows), *shape)
+        whole = lazy(rows[0].dtype, size, lambda: np.stack([row.numpy() for row in rows]).reshape(size))
+        super().__init__(lambda: whole, whole.dtype, whole.shape)
 
     @override
     def tofile(self, file: Any) -> None:

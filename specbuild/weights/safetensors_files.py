@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from specbuild.json_file import read_json
+from specbuild.files import read_json
 from specbuild.weights.gguf_file import read_gguf
 from specrun.errors import CheckpointError
 
@@ -41,6 +41,8 @@ class Weights(NamedTuple):
     nbytes: int
     entries: dict[str, Entry]
     """Entries by the names that the files give."""
+    metadata: dict[str, str]
+    """Texts in the header of a single file."""
 
 
 def check_weights(directory: Path) -> Weights:
@@ -60,7 +62,7 @@ def check_weights(directory: Path) -> Weights:
     parts = [check_file(shard) for shard in shards]
     if (directory / GGUF_INDEX_NAME).is_file():
         parts.append(_check_gguf(directory))
-    return Weights(sum(one.nbytes for one in parts), {k: v for one in parts for k, v in one.entries.items()})
+    return Weights(sum(one.nbytes for one in parts), {k: v for one in parts for k, v in one.entries.items()}, {})
 
 
 def _check_gguf(directory: Path) -> Weights:
@@ -74,7 +76,7 @@ def _check_gguf(directory: Path) -> Weights:
         name: Entry(file.path, tensor.offset, (tensor.nbytes // tensor.row_bytes, tensor.row_bytes), "U8")
         for name, tensor in tensors.items()
     }
-    return Weights(sum(tensor.nbytes for tensor in tensors.values()), entries)
+    return Weights(sum(tensor.nbytes for tensor in tensors.values()), entries, {})
 
 
 def no_weights(directory: Path, names: Iterable[str]) -> CheckpointError:
@@ -121,7 +123,8 @@ def check_file(path: Path) -> Weights:
             if length > LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
+            texts = header.pop("__metadata__", None) or {}
+            metadata = {name: text for name, text in texts.items() if isinstance(text, str)}
             offsets = {name: [operator.index(end) for end in entry["data_offsets"]] for name, entry in header.items()}
             entries = {
                 name: Entry(path, 8 + length + offsets[name][0], tuple(entry["shape"]), entry["dtype"])
@@ -134,4 +137,4 @@ def check_file(path: Path) -> Weights:
         raise CheckpointError(
             f"{path}: {size} bytes, its header says {expected}; it is truncated or altered: download it again"
         )
-    return Weights(size, entries)
+    return Weights(size, entries, metadata)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from specbuild.compilers.cpu.attention import OPERATOR, fuse_cached_attention
-from specbuild.compilers.cpu.rotation import AnglesByPosition
+from specbuild.compilers.cpu.rotation import angles_by_position
 from specrun.engine_dir.config import GRAPH_NAME
 from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
 
@@ -28,7 +28,7 @@ def angles(graph: ir.Model) -> tuple[ir.Value, ir.Value]:
 
 
 def test_tables_have_the_cosine_and_sine_of_each_position(graph: ir.Model) -> None:
-    found = AnglesByPosition(graph.graph, LENGTH).find(angles(graph))
+    found = angles_by_position(graph.graph, angles(graph), LENGTH)
     assert found is not None
     cos, sin = (np.asarray(value.const_value.numpy()) for value in found if value.const_value is not None)
     frequencies = next(
@@ -88,4 +88,4 @@ def scaled(graph: ir.Model, cos: ir.Value, nodes: list[ir.Node]) -> ir.Value:
 def test_angles_that_depend_on_more_than_positions_stay(graph: ir.Model, change: object) -> None:
     assert callable(change)
     cos, sin = angles(graph)
-    assert AnglesByPosition(graph.graph, LENGTH).find((change(graph, cos), sin)) is None
+    assert angles_by_position(graph.graph, (change(graph, cos), sin), LENGTH) is None

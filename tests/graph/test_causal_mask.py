@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from specbuild.graph.causal_mask import drop_causal_masks, is_causal
+from specbuild.graph.causal_mask import causal_window, drop_causal_masks
 from specrun.backends.ort import require_release
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
@@ -77,12 +77,12 @@ def window(size: str) -> str:
     ],
 )
 def test_a_mask_is_causal_only_if_it_is_proved(rule: str, expected: bool) -> None:
-    assert is_causal(mask(rule), CACHE_LENGTH) is expected
+    assert (causal_window(mask(rule), CACHE_LENGTH) == CACHE_LENGTH) is expected
 
 
 def test_a_window_that_a_longer_cache_needs_is_not_dropped() -> None:
-    assert is_causal(mask(window("long")), CACHE_LENGTH)
-    assert not is_causal(mask(window("long")), CACHE_LENGTH + 1)
+    assert causal_window(mask(window("long")), CACHE_LENGTH) == CACHE_LENGTH
+    assert causal_window(mask(window("long")), CACHE_LENGTH + 1) != CACHE_LENGTH + 1
 
 
 def test_heads_that_flash_attention_does_not_take_keep_their_mask(tmp_path: Path) -> None:

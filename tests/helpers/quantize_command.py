@@ -7,8 +7,8 @@ from typing import Any
 
 from specbuild.convert.options import QuantizeOptions
 from specbuild.export.meta_model import MetaModel, load_meta_model
+from specbuild.files import read_json
 from specbuild.hf.model_config import read_model_config
-from specbuild.json_file import read_json
 from specbuild.quantization.calibration_data import TextOptions
 from specbuild.quantize.quantize import quantize
 from specbuild.quantized_formats.config.schemes import read_scheme

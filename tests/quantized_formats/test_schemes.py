@@ -428,7 +428,7 @@ def test_torchao_in_pickles(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin is pickled, which can run code when read"):
         read_scheme(tmp_path, {"quantization_config": {"quant_method": "torchao"}})
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(CheckpointError, match="unreadable header"):
+    with pytest.raises(CheckpointError, match="too short for its safetensors header"):
         read_scheme(tmp_path, {"quantization_config": {"quant_method": "torchao"}})
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from scripts import grow_head
 from scripts.grow_checkpoint import main as grow_checkpoint
 from scripts.growth import Growth
-from specbuild.training.medusa import WEIGHTS
+from specbuild.head_formats.medusa import FILE_NAME
 from specrun.errors import SpecError
 from tests.helpers.character_model import train
 from tests.helpers.families import save_checkpoint
@@ -54,10 +54,10 @@ def test_medusa_heads_grow_too(
 ) -> None:
     """Also from 16 bits: heads have their target's dtype, and the demo's target is stored in float16."""
     train(target, tmp_path / "hf", "medusa", answered / "data.jsonl", steps=2, draft_len=2)
-    file = tmp_path / "hf" / WEIGHTS
+    file = tmp_path / "hf" / FILE_NAME
     save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
     grow_head.grow(tmp_path / "hf", target, grown_target, tmp_path / "grown")
-    assert {tensor.dtype for tensor in load_file(tmp_path / "grown" / WEIGHTS).values()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "grown" / FILE_NAME).values()} == {torch.float32}
 
 
 def test_a_head_that_computes_something_else_is_not_written(

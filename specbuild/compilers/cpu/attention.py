@@ -7,13 +7,15 @@ cache where a token sees a part of it. See ``specrun.cpu_operators``.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.compilers.cpu.fusions import normalizes, residual_of
-from specbuild.compilers.cpu.rotation import Angles, AnglesByPosition
+from specbuild.compilers.cpu.rotation import Angles, angles_by_position
 from specbuild.graph.attention_layers import AttentionLayer, attention_layers
 from specbuild.graph.causal_mask import causal_window
 from specbuild.graph.kv_cache_qdq import drop_cache_factors, drop_cache_rounding
@@ -57,14 +59,19 @@ def fuse_cached_attention(model: ir.Model, cache_length: int, value_bits: ValueB
     be causal in a cache of ``cache_length``, perhaps within a window, and a head has as many numbers in values as in
     keys, in multiples of 16; of 32 where they are packed.
     """
-    graph, windows = model.graph, dict[ir.Value, int | None]()
+    graph, windows, count = model.graph, dict[ir.Value, int | None](), 0
     _normalize_heads_first(graph)
-    angles, count = AnglesByPosition(graph, cache_length), 0
+
+    @cache
+    def tables(cos: ir.Value, sin: ir.Value) -> Angles:
+        """Cosines and sines of positions, or those of tokens where these depend on more."""
+        return angles_by_position(graph, (cos, sin), cache_length) or (cos, sin)
+
     for layer in list(attention_layers(model)):
         if layer.mask not in windows:
             windows[layer.mask] = causal_window(layer.mask, cache_length)
         window = windows[layer.mask]
-        count += window is not None and _fuse(graph, layer, 0 if window == cache_length else window, angles, value_bits)
+        count += window is not None and _fuse(graph, layer, 0 if window == cache_length else window, tables, value_bits)
     if count:
         model.opset_imports[DOMAIN] = VERSION
         RemoveUnusedNodesPass()(model)
@@ -89,13 +96,13 @@ def _normalize_heads_first(graph: ir.Graph) -> None:
 
 
 def _fuse(
-    graph: ir.Graph, layer: AttentionLayer, window: int, angles: AnglesByPosition, value_bits: ValueBits | None
+    graph: ir.Graph, layer: AttentionLayer, window: int, tables: Callable[..., Angles], value_bits: ValueBits | None
 ) -> bool:
     node = layer.node
     scatters = [scatter for value in (layer.keys, layer.values) if (scatter := _scatter_of(value)) is not None]
-    swap = _swap_of(node)
+    readers = [use.node for use in node.outputs[0].uses()]
     queries = _heads(layer.query)
-    if len(scatters) != 2 or swap is None or queries is None:
+    if len(scatters) != 2 or len(readers) != 1 or not _is_swap(swap := readers[0]) or queries is None:
         return False
     keys, values = (_heads(scatter.inputs[1]) for scatter in scatters)
     if keys is None or values is None or values.rotation or not _alike(queries.rotation, keys.rotation):
@@ -116,8 +123,7 @@ def _fuse(
     }
     write_indices = next(value for value in graph.inputs if value.name == WRITE_INDICES)
     inputs = [queries.tokens, keys.tokens, values.tokens, *past, write_indices]
-    inputs += _angles(rotation, angles) if rotation else (None, None)
-    inputs += [layer.sinks]
+    inputs += [*(tables(*rotation.inputs[1:]) if rotation else (None, None)), layer.sinks]
     operator = OPERATOR
     if value_bits:
         operator, attributes["value_bits"] = PACKED_OPERATOR, value_bits
@@ -132,19 +138,10 @@ def _fuse(
 def _pack(scatter: ir.Node, width: int, bits: int) -> None:
     """Let the cache be one of packed heads."""
     for value in (scatter.inputs[0], scatter.outputs[0]):
-        if value is None or value.shape is None:
-            raise ValueError(f"{scatter.name}: a cache without a shape")
+        assert value is not None and value.shape is not None
         size = CacheTensor(heads=1, head_dim=width).packed(bits).head_dim
         value.shape = ir.Shape([*value.shape[:3], size])
         value.type = ir.TensorType(ir.DataType.UINT8)
-
-
-def _angles(rotation: ir.Node, tables: AnglesByPosition) -> Angles:
-    """Cosines and sines of positions, or those of tokens where these depend on more."""
-    _, cos, sin = rotation.inputs
-    if cos is None or sin is None:
-        raise ValueError(f"{rotation.name}: without cosines and sines")
-    return tables.find((cos, sin)) or (cos, sin)
 
 
 def _scatter_of(cache: ir.Value | None) -> ir.Node | None:
@@ -156,12 +153,6 @@ def _scatter_of(cache: ir.Value | None) -> ir.Node | None:
     is_linear = mode is None or mode.as_string() == "linear"
     in_order = is_linear and scatter.attributes.get_int("axis", -2) in (-2, 2)
     return scatter if in_order and indices is not None and indices.name == WRITE_INDICES else None
-
-
-def _swap_of(node: ir.Node) -> ir.Node | None:
-    """The Transpose that makes tokens of an attention's heads, its only reader."""
-    readers = [use.node for use in node.outputs[0].uses()]
-    return readers[0] if len(readers) == 1 and _is_swap(readers[0]) else None
 
 
 def _needless_view(swap: ir.Node, queries: ir.Value) -> ir.Node | None:

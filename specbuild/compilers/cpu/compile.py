@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx_ir as ir
 
-from specbuild.compilers import Compiled, machine
+from specbuild.compilers import Compiled
 from specbuild.compilers.cpu import formats
 from specbuild.compilers.cpu.attention import fuse_cached_attention, pack_attention
 from specbuild.compilers.cpu.collectives import use_collectives
@@ -143,7 +144,7 @@ def compile_graph(
             name="onnxruntime",
             version=version,
             device="cpu",
-            machine=machine(),
+            machine=platform.machine(),
             needs_cpu_operators=cpu_operators.VERSION,
             skips_unused_tokens=work.skips_unused_tokens,
         ),

@@ -24,7 +24,7 @@ from specbuild.compilers.cpu.wanted import take_wanted_tokens_first
 from specbuild.graph import ops as graphs
 from specbuild.graph.scales import make_numbers_of_scales
 from specbuild.graph.untie import untie_heads
-from specbuild.weights.packed import Floats, as_float32
+from specbuild.weights.packed import Floats, as_float32, lazy
 
 BLOCK = 32
 """Input channels that share a scale in 8-bit weights that are made of float8."""
@@ -97,21 +97,16 @@ _Recoded = tuple[npt.NDArray[np.int8], Floats]
 def _replace_codes(node: ir.Node, read: Callable[[_Weight], _Recoded]) -> None:
     """Let ``node`` dequantize int8 blocks instead of float8 or float4. They are computed when they are written."""
     codes, scales = node.inputs[0], node.inputs[1]
-    if codes is None or scales is None or codes.const_value is None:
-        raise ValueError(f"{node.name}: without codes and scales")
+    assert codes is not None and scales is not None and codes.const_value is not None
     own = node.attributes.get_int("block_size", 0)
     weight = _Weight(codes.const_value, tuple(graphs.constant_factors(scales)), own)
     block = own if weight.is_float4 else BLOCK
     rows, columns = (int(size) for size in weight.codes.shape)  # type: ignore[arg-type]
     parts = (("int8", ir.DataType.INT8, rows), ("scales", ir.DataType.FLOAT, -(-rows // block)))
     for index, (role, dtype, length) in enumerate(parts):
-
-        def part(index: int = index) -> ir.TensorProtocol:
-            return ir.tensor(read(weight)[index])
-
         name = f"{codes.name}.{role}"
-        lazy = ir.LazyTensor(part, dtype, ir.Shape([length, columns]), name=name)
-        node.replace_input_with(index, graphs.initializer(graphs.graph_of(node), name, lazy))
+        part = lazy(dtype, [length, columns], functools.partial(lambda index: read(weight)[index], index), name)
+        node.replace_input_with(index, graphs.initializer(graphs.graph_of(node), name, part))
     node.attributes["axis"] = ir.AttrInt64("axis", 0)
     node.attributes["block_size"] = ir.AttrInt64("block_size", block)
 
@@ -123,25 +118,18 @@ def _recode(weight: _Weight) -> _Recoded:
     if weight.is_float4:  # 0, 0.5, 1, 1.5, 2, 3, 4, 6: twice as much is a whole number.
         return (values * 2).astype(np.int8), scales / np.float32(2)
     spread = np.repeat(scales, weight.block, axis=0)[: len(values)] if weight.block else scales
-    return _int8_blocks(values * spread, BLOCK)
-
-
-def _int8_blocks(weight: Floats, block: int) -> tuple[npt.NDArray[np.int8], Floats]:
-    """weight [K, N] -> codes [K, N] and scales [K / block, N]."""
-    rows = len(weight)
-    starts = np.arange(0, rows, block)
-    scales = np.maximum.reduceat(np.abs(weight), starts, axis=0) / np.float32(127)
-    scales[scales == 0] = 1
-    spread = np.repeat(scales, block, axis=0)[:rows]
-    return np.rint(weight / spread).astype(np.int8), scales.astype(np.float32)
+    values *= spread
+    steps = np.maximum.reduceat(np.abs(values), np.arange(0, len(values), BLOCK), axis=0) / np.float32(127)
+    steps[steps == 0] = 1
+    codes = np.rint(values / np.repeat(steps, BLOCK, axis=0)[: len(values)])
+    return codes.astype(np.int8), steps.astype(np.float32)
 
 
 def _look_up_codes(graph: ir.Graph, dequantize: ir.Node, gather: ir.Node) -> None:
     """Look up codes and scales of the tokens alone, instead of dequantizing the whole table in every pass."""
     codes, scales = dequantize.inputs[0], dequantize.inputs[1]
     ids = gather.inputs[1]
-    if codes is None or codes.shape is None or scales is None or ids is None:
-        raise ValueError(f"{gather.name}: without a table")
+    assert codes is not None and codes.shape is not None
     rows = ir.node("Gather", [codes, ids], name=f"{gather.name}.codes")
     steps = ir.node("Gather", [scales, ids], name=f"{gather.name}.scales")
     nodes, block = [rows, steps], dequantize.attributes.get_int("block_size", 0)

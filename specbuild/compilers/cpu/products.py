@@ -19,7 +19,7 @@ import onnx_ir as ir
 from specbuild.graph import ops as graphs
 from specbuild.graph.scales import added_to, constant
 from specbuild.weights.cpu_layout import COLUMNS, by_strips, line_inputs, pack_codes, pack_floats, packed_shape
-from specbuild.weights.packed import Floats, as_float32, times_units
+from specbuild.weights.packed import Floats, as_float32, lazy, times_units
 from specrun.cpu_operators import DOMAIN, MOST_OUTPUTS, VERSION
 
 _BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT8: 8, ir.DataType.UINT8: 8}
@@ -46,11 +46,11 @@ def use_own_products(model: ir.Model) -> int:
     for product in products:
         if product.nodes[0] not in adding:
             groups_by_key.setdefault(product.group, []).append(product)
-    lookups: dict[tuple[ir.Value, bool], list[_Lookup]] = {}
+    lookups: dict[tuple[ir.Value, bool], list[_Product]] = {}
     """Row lookups, by the value that holds the table's numbers or codes and by its layout."""
     for lookup in tables:
         if lookup.nodes[0] not in adding:
-            lookups.setdefault(lookup.table.place, []).append(lookup)
+            lookups.setdefault(lookup.weight.place, []).append(lookup)
     groups = [
         group[i : i + MOST_OUTPUTS] for group in groups_by_key.values() for i in range(0, len(group), MOST_OUTPUTS)
     ]
@@ -62,8 +62,8 @@ def use_own_products(model: ir.Model) -> int:
             _look_up(model.graph, lookup, packed)
     for left in lookups.values():
         for lookup in left:
-            if (table := lookup.table).bits != 32:  # Numbers that no product has stay as they are.
-                _look_up(model.graph, lookup, _pack(model.graph, [table], table.block or _INPUT_BLOCK))
+            if lookup.weight.bits != 32:  # Numbers that no product has stay as they are.
+                _look_up(model.graph, lookup, _pack(model.graph, [lookup.weight], lookup.block))
     model.opset_imports[DOMAIN] = VERSION
     return sum(map(len, groups))
 
@@ -90,6 +90,11 @@ class _BlockValues:
         if self.units is None or not self.has_codes:
             return 0
         return int(self.units.shape.numpy()[1 if self.is_transposed else 0]) if len(self.units.shape) == 2 else 1
+
+    def turned(self, tensor: ir.TensorProtocol | None) -> npt.NDArray[Any]:
+        """``stored`` or ``units`` as [N] or [.., N]."""
+        assert tensor is not None
+        return tensor.numpy().T if self.is_transposed else tensor.numpy()
 
     def numbers(self) -> Floats:
         """In float32, [N] or [blocks, N]."""
@@ -162,16 +167,24 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _Product:
-    """A product that the operator takes."""
+    """A product that the operator takes, or rows of a table that are looked up."""
 
-    x: ir.Value
     weight: _Weight
-    block: int
-    """Inputs that are rounded with one scale."""
+    """A table as a weight has the rows that are looked up as its columns."""
     nodes: tuple[ir.Node, ...]
-    """Nodes that are replaced: the MatMul, and the Add of its minima."""
+    """Nodes that are replaced: the MatMul or Gather, and the Add of its minima."""
     adding: tuple[ir.Node, ...] = ()
     """Nodes that compute what the minima add."""
+
+    @property
+    def x(self) -> ir.Value | None:
+        """What the weight is multiplied by."""
+        return self.nodes[0].inputs[0]
+
+    @property
+    def block(self) -> int:
+        """Inputs that are rounded with one scale."""
+        return 1 if self.weight.bits == 32 else self.weight.block or _INPUT_BLOCK
 
     @property
     def group(self) -> object:
@@ -251,29 +264,15 @@ def _product(product: ir.Node) -> _Product | None:
     x, weight = product.inputs[0], _weight(product.inputs[1])
     if x is None or weight is None:
         return None
-    block = weight.block or _INPUT_BLOCK
-    if weight.bits == 32:
-        return _Product(x, weight, 1, (product,))
-    added = added_to(product)
+    added = added_to(product) if weight.bits < 32 else None
     if added is None or not added.are_offsets(x, weight.shape[0], weight.block):
-        return _Product(x, weight, block, (product,))
+        return _Product(weight, (product,))
     if (minima := _block_values(added.product.inputs[1], False)) is None:
         return None
-    return _Product(x, replace(weight, minima=minima), block, (product, added.add), (added.left, added.product))
+    return _Product(replace(weight, minima=minima), (product, added.add), (added.left, added.product))
 
 
-class _Lookup(NamedTuple):
-    """Rows of a table that are looked up."""
-
-    table: _Weight
-    """The table as a weight, whose columns are the rows that are looked up."""
-    nodes: tuple[ir.Node, ...]
-    """Nodes that are replaced: the Gather, and the Add of its minima."""
-    adding: tuple[ir.Node, ...] = ()
-    """Nodes that compute what the minima add."""
-
-
-def _lookup(gather: ir.Node) -> _Lookup | None:
+def _lookup(gather: ir.Node) -> _Product | None:
     """None where the operator does not take it."""
     ids = gather.inputs[1]
     if gather.attributes.get_int("axis", 0) != 0 or ids is None or ids.dtype != ir.DataType.INT64:
@@ -283,10 +282,10 @@ def _lookup(gather: ir.Node) -> _Lookup | None:
         return None
     added = added_to(gather)
     if added is None or not added.are_rows_of_offsets(ids, table.shape[0], table.block):
-        return _Lookup(table, (gather,))
+        return _Product(table, (gather,))
     if (minima := _block_values(added.left.inputs[0], True)) is None:
         return None
-    return _Lookup(replace(table, minima=minima), (gather, added.add), (added.left, added.product))
+    return _Product(replace(table, minima=minima), (gather, added.add), (added.left, added.product))
 
 
 def _replace(graph: ir.Graph, group: list[_Product]) -> _Packed:
@@ -310,7 +309,7 @@ def _replace(graph: ir.Graph, group: list[_Product]) -> _Packed:
     return packed
 
 
-def _look_up(graph: ir.Graph, lookup: _Lookup, packed: _Packed) -> None:
+def _look_up(graph: ir.Graph, lookup: _Product, packed: _Packed) -> None:
     """Let embeddings be found in the weight of a product; what casts them is not needed then."""
     gather, last = lookup.nodes[0], lookup.nodes[-1]
     if last.outputs[0].dtype in graphs.HALF:
@@ -345,12 +344,7 @@ def _pack(graph: ir.Graph, weights: list[_Weight], block: int) -> _Packed:
     def joined(role: str, dtype: ir.DataType, sizes: tuple[int, int], read: Callable[[_Weight], Any]) -> ir.Value:
         strips = sum(packed_shape(*weight.shape, bits)[0] for weight in weights)
         name = f"{weights[0].name}.{role}"
-        tensor = ir.LazyTensor(
-            lambda: ir.tensor(np.concatenate([read(weight) for weight in weights])),
-            dtype,
-            ir.Shape([strips, *sizes]),
-            name=name,
-        )
+        tensor = lazy(dtype, [strips, *sizes], lambda: np.concatenate([read(weight) for weight in weights]), name)
         return graphs.initializer(graph, name, tensor)
 
     def block_values(role: str, all_values: list[_BlockValues | None]) -> list[ir.Value | None]:
@@ -366,8 +360,8 @@ def _pack(graph: ir.Graph, weights: list[_Weight], block: int) -> _Packed:
             return by_strips(np.broadcast_to(kind(values), (blocks, weight.shape[1])))
 
         if first.has_codes:
-            codes = functools.partial(read, kind=_stored_codes, blocks=blocks)
-            units = functools.partial(read, kind=_units, blocks=first.num_units)
+            codes = functools.partial(read, kind=lambda values: values.turned(values.stored), blocks=blocks)
+            units = functools.partial(read, kind=lambda values: values.turned(values.units), blocks=first.num_units)
             return [
                 joined(role, ir.DataType.INT8, (blocks, COLUMNS), codes),
                 joined(f"{role}.units", ir.DataType.FLOAT, (first.num_units, COLUMNS), units),
@@ -401,22 +395,6 @@ def _codes(weight: _Weight) -> npt.NDArray[np.uint8]:
     return pack_codes(codes.T if weight.is_transposed else codes, weight.bits)
 
 
-def _turned(weight: _Weight, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Scales or zero points as [blocks, N], or as they are where there are no blocks."""
-    return values.T if weight.is_transposed else values
-
-
-def _stored_codes(values: _BlockValues) -> npt.NDArray[np.int8]:
-    codes = np.asarray(values.stored.numpy())
-    return codes.T if values.is_transposed else codes
-
-
-def _units(values: _BlockValues) -> Floats:
-    assert values.units is not None
-    units = as_float32(values.units)
-    return units.T if values.is_transposed else units
-
-
 def _shortest(all_numbers: list[Floats]) -> tuple[ir.DataType, Callable[[Floats], npt.NDArray[Any]]]:
     """The fewest bits that hold all these numbers, and what turns them into what the operators read."""
     if not any((numbers.view(np.uint32) & 0xFFFF).any() for numbers in map(np.ascontiguousarray, all_numbers)):
@@ -432,5 +410,5 @@ def _shortest(all_numbers: list[Floats]) -> tuple[ir.DataType, Callable[[Floats]
 def _zeros(weight: _Weight, blocks: int) -> npt.NDArray[np.int8]:
     """Zero points less the operator's own."""
     zeros = np.zeros((), np.int16) if weight.zeros is None else np.asarray(weight.zeros.numpy()).astype(np.int16)
-    own = (_turned(weight, zeros) - _MIDDLE[weight.codes.dtype]).astype(np.int8)
+    own = ((zeros.T if weight.is_transposed else zeros) - _MIDDLE[weight.codes.dtype]).astype(np.int8)
     return by_strips(np.broadcast_to(own, (blocks, weight.shape[1])))

@@ -24,40 +24,26 @@ _ERROR = 1e-6
 """A processor's vectors may round a sine otherwise than what it computes one by one."""
 
 
-class AnglesByPosition:
-    """The tables of a graph, which its layers share."""
-
-    def __init__(self, graph: ir.Graph, cache_length: int) -> None:
-        """cache_length: P."""
-        self._graph, self._cache_length = graph, cache_length
-        self._known: dict[Angles, Angles | None] = {}
-
-    def find(self, angles: Angles) -> Angles | None:
-        """The tables that give ``angles`` of tokens; None where they depend on more than positions."""
-        if angles not in self._known:
-            self._known[angles] = self._make(angles)
-        return self._known[angles]
-
-    def _make(self, angles: Angles) -> Angles | None:
-        nodes = _producers(angles)
-        if nodes is None:
-            return None
-        run = _compile([node for node in self._graph if node in nodes], angles, self._graph.opset_imports)
-        tables = [each[:, 0] for each in run(np.arange(self._cache_length), 1)]
-        if any(len(table) != self._cache_length for table in tables):
-            return None
-        for tokens in (size for size in (1, 2, 5) if size <= self._cache_length):
-            for first in np.linspace(0, self._cache_length - tokens, 7).astype(np.int64):
-                # All positions were in one pass above. A row by itself shows whether they depend on each other.
-                for table, actual in zip(tables, run(first[None], tokens), strict=True):
-                    expected = table[None, first : first + tokens]
-                    if actual.shape != expected.shape or not np.allclose(actual, expected, rtol=0, atol=_ERROR):
-                        return None
-        cos, sin = (
-            initializer(self._graph, f"{value.name}.by_position", ir.tensor(np.ascontiguousarray(table)))
-            for value, table in zip(angles, tables, strict=True)
-        )
-        return cos, sin
+def angles_by_position(graph: ir.Graph, angles: Angles, cache_length: int) -> Angles | None:
+    """The tables that give ``angles`` of tokens; None where they depend on more than positions. cache_length: P."""
+    if (nodes := _producers(angles)) is None:
+        return None
+    run = _compile([node for node in graph if node in nodes], angles, graph.opset_imports)
+    tables = [each[:, 0] for each in run(np.arange(cache_length), 1)]
+    if any(len(table) != cache_length for table in tables):
+        return None
+    for tokens in (size for size in (1, 2, 5) if size <= cache_length):
+        for first in np.linspace(0, cache_length - tokens, 7).astype(np.int64):
+            # All positions were in one pass above. A row by itself shows whether they depend on each other.
+            for table, actual in zip(tables, run(first[None], tokens), strict=True):
+                expected = table[None, first : first + tokens]
+                if actual.shape != expected.shape or not np.allclose(actual, expected, rtol=0, atol=_ERROR):
+                    return None
+    cos, sin = (
+        initializer(graph, f"{value.name}.by_position", ir.tensor(np.ascontiguousarray(table)))
+        for value, table in zip(angles, tables, strict=True)
+    )
+    return cos, sin
 
 
 def _producers(values: Angles) -> set[ir.Node] | None:

@@ -7,12 +7,11 @@ itself, or where it pays for other rows only.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.compilers.cpu.attention import OPERATOR as ATTENTION
 from specbuild.compilers.cpu.attention import PACKED_OPERATOR as PACKED_ATTENTION
-from specbuild.graph.ops import initializer
+from specbuild.graph.ops import constant
 from specrun.cpu_operators import DOMAIN
 from specrun.engine_dir.contract import INPUT_IDS, UNUSED_TOKEN, past_names
 
@@ -93,13 +92,7 @@ def _replace_unused(
 
     axes: those that ``value`` has beside the [B, S] of ``ids``.
     """
-    unused = ir.node("Equal", [ids, _constant(graph, "unused.id", np.int64(UNUSED_TOKEN))])
-    each = ir.node("Unsqueeze", [unused.outputs[0], _constant(graph, f"unused.axes.{len(axes)}", np.array(axes))])
-    instead = _constant(graph, f"unused.{number}", np.float32(number))
+    unused = ir.node("Equal", [ids, constant(graph, "unused.id", np.int64(UNUSED_TOKEN))])
+    each = ir.node("Unsqueeze", [unused.outputs[0], constant(graph, f"unused.axes.{len(axes)}", axes)])
+    instead = constant(graph, f"unused.{number}", np.float32(number))
     return [unused, each, ir.node("Where", [each.outputs[0], instead, value])]
-
-
-def _constant(graph: ir.Graph, name: str, number: npt.ArrayLike) -> ir.Value:
-    if name in graph.initializers:
-        return graph.initializers[name]
-    return initializer(graph, name, ir.tensor(np.asarray(number), name=name))

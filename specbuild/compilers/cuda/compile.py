@@ -6,13 +6,14 @@ in formats that they take and that can be captured.
 
 from __future__ import annotations
 
+import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
 
-from specbuild.compilers import Compiled, machine
+from specbuild.compilers import Compiled
 from specbuild.compilers.cuda import formats
 from specbuild.compilers.graph_io import describe_io
 from specbuild.graph import ops as graphs
@@ -64,7 +65,11 @@ def copy_graph(
         notes.append("rounds are queued call by call: not all of its operators are known to work in CUDA graphs")
     return Compiled(
         backend=BackendInfo(
-            name="onnxruntime", version=ort.__version__, device="cuda", machine=machine(), capturable=capturable
+            name="onnxruntime",
+            version=ort.__version__,
+            device="cuda",
+            machine=platform.machine(),
+            capturable=capturable,
         ),
         graph=graph,
         io=io,

@@ -6,13 +6,15 @@ Networks are strongly typed: the ONNX graph's dtypes are the engine's.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnx_ir as ir
 
-from specbuild.compilers import Compiled, machine
+from specbuild.compilers import Compiled
 from specbuild.compilers.tensorrt.formats import (
     move_zero_points,
     narrow_float4_scales,
@@ -21,12 +23,13 @@ from specbuild.compilers.tensorrt.formats import (
     set_apart_names,
     turn_negative_scales,
 )
-from specbuild.compilers.tensorrt.progress import interruptible, progress_monitor
+from specbuild.compilers.tensorrt.progress import progress_monitor
 from specbuild.compilers.tensorrt.timing_cache import load_timings, save_timings
 from specbuild.graph import ops as graphs
 from specbuild.graph.kv_cache_qdq import leave_writing_to_caller
 from specbuild.graph.plain_attention import write_out_attention
 from specbuild.graph.recurrent import expand
+from specbuild.progress import deferred_signals
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
 from specrun.engine_dir.config import GRAPH_NAME, PLAN_NAME, BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
 from specrun.engine_dir.contract import INPUT_IDS, KEEP_INDICES, LOGITS_INDICES, STATE_INDICES, WRITE_INDICES
@@ -106,12 +109,16 @@ class Tensorrt:
         set_apart_names(model)
         if graph.dtype == "float32":  # TensorRT has no fused float32 attention.
             graphs.mark_decomposable(model)
-        timings = self.timing_cache
-        built = _build(trt, weights, model, graph, build, advance, capabilities, timings)
+        run = partial(_build, trt, weights, model, graph, build, advance, capabilities, self.timing_cache)
+        built = run()
         if built.plan is None and graph.dtype != "float32" and graphs.mark_decomposable(model):
             # A refusal comes early: with TensorRT-RTX 1.7 after 0.3 s of 1.9 s (2 layers), 3.1 s of 8.5 s (16 layers).
-            built = _build(trt, weights, model, graph, build, advance, capabilities, timings)
-            notes.append(_not_fused(graph))
+            built = run()
+            widths = ", ".join(str(width) for width in sorted({cache.head_dim for cache in graph.caches}))
+            notes.append(
+                f"TensorRT has no fused attention kernel for {graph.dtype} and heads of {widths}: it takes attention "
+                "apart, which, it says, may be slower"
+            )
         log = built.log
         if built.plan is None:
             raise BuildError(f"{checkpoint}: {self.name} {trt.__version__} refused the graph: {log.reason()}")
@@ -126,7 +133,7 @@ class Tensorrt:
                 name=self.name,
                 version=trt.__version__,
                 device="cuda",
-                machine=machine(),
+                machine=platform.machine(),
                 compute_capabilities=_named(capabilities, self.gpu),
             ),
             graph=graph,
@@ -158,8 +165,12 @@ def _build(
     log = _log(trt)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.OnnxParser(network, log)
-    _parse(parser, weights, model)
+    parser: OnnxParser = trt.OnnxParser(network, log)
+    # The path is that of any file beside the weights; the graph itself is parsed from memory.
+    if not parser.parse(graphs.to_bytes(model), str(weights / GRAPH_NAME)):
+        errors = [parser.get_error(i) for i in range(parser.num_errors)]
+        reasons = "; ".join(f"{error.node_operator()} ({error.node_name()}): {error.desc()}" for error in errors)
+        raise BuildError(f"{weights}: TensorRT's ONNX parser refused the graph: {reasons}")
     advance(0.1)
     io = _check_network(trt, network, graph)
     config = builder.create_builder_config()
@@ -173,7 +184,8 @@ def _build(
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # Or the plan cannot be part of a CUDA graph.
     cache = load_timings(config, timing_cache, log) if timing_cache else None
-    with interruptible() as interrupted:
+    # The builder calls Python from C++, prints an exception that it meets there and goes on building.
+    with deferred_signals(second_ends=False) as interrupted:
         config.progress_monitor = progress_monitor(trt, advance, interrupted)
         plan = builder.build_serialized_network(network, config)
         if interrupted.is_set():
@@ -181,15 +193,6 @@ def _build(
     if timing_cache and cache and plan is not None:
         save_timings(config, cache, timing_cache, log)
     return _Built(plan, log, io)
-
-
-def _not_fused(graph: GraphInfo) -> str:
-    """The note on a plan whose attention TensorRT takes apart."""
-    widths = ", ".join(str(width) for width in sorted({cache.head_dim for cache in graph.caches}))
-    return (
-        f"TensorRT has no fused attention kernel for {graph.dtype} and heads of {widths}: it takes attention apart, "
-        "which, it says, may be slower"
-    )
 
 
 def _log(trt: Any) -> Any:
@@ -221,14 +224,6 @@ def _log(trt: Any) -> Any:
             return [text for text in self.warnings if "Int64 binding" not in text]
 
     return Log()
-
-
-def _parse(parser: OnnxParser, weights: Path, model: ir.Model) -> None:
-    # The path is that of any file beside the weights; the graph itself is parsed from memory.
-    if not parser.parse(graphs.to_bytes(model), str(weights / GRAPH_NAME)):
-        errors = [parser.get_error(i) for i in range(parser.num_errors)]
-        reasons = "; ".join(f"{error.node_operator()} ({error.node_name()}): {error.desc()}" for error in errors)
-        raise BuildError(f"{weights}: TensorRT's ONNX parser refused the graph: {reasons}")
 
 
 def _check_network(trt: Any, network: INetworkDefinition, graph: GraphInfo) -> list[Tensor]:
@@ -289,14 +284,9 @@ def _profile(builder: Builder, network: INetworkDefinition, sizes: Profile) -> I
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
         by_name = {INPUT_IDS: sizes.sequence, LOGITS_INDICES: sizes.logits}
-        shapes: list[tuple[int, ...]] = []
-        for step in range(3):
-            batch = sizes.batch[step]
-            if tensor.name in by_name:
-                shapes.append((batch, by_name[tensor.name][step]))
-            else:
-                shapes.append((batch, *tuple(tensor.shape)[1:]))
-        profile.set_shape(tensor.name, *shapes)
+        others = [[size] * 3 for size in tuple(tensor.shape)[1:]]
+        axes = [sizes.batch, by_name[tensor.name]] if tensor.name in by_name else [sizes.batch, *others]
+        profile.set_shape(tensor.name, *zip(*axes, strict=True))
     return profile
 
 

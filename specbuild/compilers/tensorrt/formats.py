@@ -18,19 +18,13 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.graph import ops as graphs
-from specbuild.graph.scales import added_to, constant, make_numbers_of_scales
-from specbuild.weights.packed import as_float32, block_sums
+from specbuild.graph.scales import add_offsets, added_to, constant, make_numbers_of_scales
+from specbuild.weights.packed import as_float32, lazy
 from specrun.errors import BuildError
 
 FLOAT4_BLOCK = 16
 """Values of an input that share a scale."""
 _MIDDLE = {ir.DataType.UINT4: 8, ir.DataType.UINT8: 128, ir.DataType.INT4: 0, ir.DataType.INT8: 0}
-_SIGNED = {
-    ir.DataType.UINT4: ir.DataType.INT4,
-    ir.DataType.UINT8: ir.DataType.INT8,
-    ir.DataType.INT4: ir.DataType.INT4,
-    ir.DataType.INT8: ir.DataType.INT8,
-}
 _TOKEN_CODES = {"int8": (ir.DataType.INT8, 127), "float8": (ir.DataType.FLOAT8E4M3FN, 448)}
 """The type of an input's codes, and its largest code."""
 _COLUMNS = 1024
@@ -68,9 +62,8 @@ def round_float4_inputs(model: ir.Model) -> int:
     """
     nodes = [node for node in model.graph if graphs.FLOAT4_INPUT in node.metadata_props]
     for node in nodes:
-        x = node.inputs[0]
-        if x is None or x.dtype is None:
-            raise BuildError(f"{node.name}: without an input")
+        x = graphs.input_of(node, 0)
+        assert x.dtype is not None
         scale = ir.Tensor(np.asarray(float(node.metadata_props[graphs.FLOAT4_INPUT]), x.dtype.numpy()))
         unit = graphs.initializer(model.graph, f"{node.name}.float4_scale", scale)
         attributes = {"axis": -1, "block_size": FLOAT4_BLOCK, "scale_type": int(ir.DataType.FLOAT8E4M3FN)}
@@ -104,9 +97,7 @@ def round_token_inputs(model: ir.Model) -> int:
     recoded = 0
     read: Any = functools.lru_cache(maxsize=1)(_by_channel)  # Codes and scales are written one after the other.
     for node in products:
-        x, form = node.inputs[0], node.metadata_props[graphs.TOKEN_INPUT]
-        if x is None or x.dtype is None or form not in _TOKEN_CODES:
-            raise BuildError(f"{node.name}: without an input that can be rounded")
+        x, form = graphs.input_of(node, 0), node.metadata_props[graphs.TOKEN_INPUT]
         if (x, form) not in rounded:
             rounded[x, form] = _round_tokens(model.graph, node, x, form)
         small, amax = rounded[x, form]
@@ -163,19 +154,16 @@ def _give_channels_one_scale(
     if not block or codes is None or codes.dtype != ir.DataType.INT8 or _zero_points(node) is not None:
         return False
     stored, steps = codes.const_value, scales.const_value if scales is not None else None
-    if stored is None or steps is None:
-        raise BuildError(f"{node.name}: without codes and scales")
+    assert stored is not None and steps is not None
     axis = node.attributes["axis"].as_int()
     shape = [int(size) for size in stored.shape.numpy()]
     inputs, is_experts = shape[axis], len(shape) == 3
     scale_shape = [1 if number == axis else size for number, size in enumerate(shape) if is_experts or number != axis]
 
     def made(role: str, index: int, dtype: ir.DataType, sizes: list[int]) -> ir.Value:
-        def part() -> ir.TensorProtocol:
-            return ir.Tensor(read(stored, steps, block, axis)[index].reshape(sizes), dtype=dtype)
-
         name = f"{codes.name}.by_channel.{role}"
-        return graphs.initializer(graph, name, ir.LazyTensor(part, dtype, ir.Shape(sizes), name=name))
+        part = lazy(dtype, sizes, lambda: read(stored, steps, block, axis)[index].reshape(sizes), name)
+        return graphs.initializer(graph, name, part)
 
     new = made("codes", 0, stored.dtype, shape), made("scales", 1, steps.dtype, scale_shape)
     for other in [use.node for use in codes.uses()]:
@@ -209,14 +197,9 @@ def narrow_float4_scales(model: ir.Model) -> int:
     """
     changed = 0
     for node in model.graph:
-        codes, scales = (*node.inputs, None, None)[:2]
-        if (
-            node.op_type != "DequantizeLinear"
-            or codes is None
-            or scales is None
-            or "output_dtype" not in node.attributes
-        ):
+        if node.op_type != "DequantizeLinear" or "output_dtype" not in node.attributes:
             continue
+        codes, scales = graphs.input_of(node, 0), graphs.input_of(node, 1)
         inner = scales.producer()
         if codes.dtype == ir.DataType.FLOAT4E2M1 and inner is not None:
             inner.attributes["output_dtype"] = node.attributes.pop("output_dtype")
@@ -275,19 +258,17 @@ def _turn(graph: ir.Graph, node: ir.Node) -> bool:
     old = np.asarray(0 if zeros is None else zeros.numpy()).astype(np.int16)
     points = np.broadcast_to(np.where(is_negative, ends - old, old) if ends else old, is_negative.shape)
 
-    def turned() -> ir.TensorProtocol:
+    def turned() -> npt.NDArray[Any]:
         integers = np.asarray(stored.numpy()).astype(np.int16)
 
         def spread(groups: npt.NDArray[Any]) -> npt.NDArray[Any]:
             return np.repeat(groups, block, axis=axis).take(range(integers.shape[axis]), axis)
 
         codes = np.where(spread(is_negative), ends - integers, np.where(spread(is_zero), spread(points), integers))
-        return ir.Tensor(codes.astype(stored.dtype.numpy()), dtype=stored.dtype)
+        return codes.astype(stored.dtype.numpy())
 
-    shape = ir.Shape(list(stored.shape.numpy()))
-    node.replace_input_with(
-        0, graphs.initializer(graph, f"{codes.name}.turned", ir.LazyTensor(turned, stored.dtype, shape))
-    )
+    own = lazy(stored.dtype, stored.shape.numpy(), turned)
+    node.replace_input_with(0, graphs.initializer(graph, f"{codes.name}.turned", own))
     node.attributes.pop("output_dtype", None)
     positive = ir.Tensor(np.where(is_zero, 1, np.abs(numbers)).astype(dtype.numpy()), dtype=dtype)
     node.replace_input_with(1, graphs.initializer(graph, f"{codes.name}.positive_scales", positive))
@@ -306,52 +287,31 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
     if any(reader.op_type != "MatMul" for reader in readers):
         raise BuildError(f"{node.name}: TensorRT takes zero points of MatMul only, not of {readers[0].op_type}")
     stored, steps, middle = codes.const_value, scales.const_value, _MIDDLE[codes.const_value.dtype]
-    kind = _SIGNED[stored.dtype]
+    kind = ir.DataType.INT4 if stored.dtype.bitwidth == 4 else ir.DataType.INT8
     *experts, rows, columns = (int(size) for size in stored.shape.numpy())
     block = node.attributes.get_int("block_size", rows)
 
-    def signed() -> ir.TensorProtocol:
-        moved = np.asarray(stored.numpy()).astype(np.int16) - middle
-        return ir.Tensor(moved.astype(kind.numpy()), dtype=kind)
+    def signed() -> npt.NDArray[Any]:
+        return (np.asarray(stored.numpy()).astype(np.int16) - middle).astype(kind.numpy())
 
     dtype = node.outputs[0].dtype or steps.dtype
 
-    def offsets(others: ir.TensorProtocol | None = None) -> ir.TensorProtocol:
+    def offsets(others: ir.TensorProtocol | None = None) -> npt.NDArray[Any]:
         weights = (middle - as_float32(zeros)) * as_float32(steps)
         weights = weights if others is None else weights + as_float32(others)
-        return ir.Tensor(weights.reshape(*experts, -1, columns).astype(dtype.numpy()))
+        return weights.reshape(*experts, -1, columns).astype(dtype.numpy())
 
-    shape = ir.Shape([*experts, rows, columns])
-    value = graphs.initializer(graph, f"{codes.name}.signed", ir.LazyTensor(signed, kind, shape))
-    small = ir.Shape([*experts, -(-rows // block), columns])
-    moved = graphs.initializer(graph, f"{codes.name}.offsets", ir.LazyTensor(offsets, dtype, small))
-    adder = _block_sums(graph, rows, block, dtype)
+    value = graphs.initializer(graph, f"{codes.name}.signed", lazy(kind, stored.shape.numpy(), signed))
+    small = [*experts, -(-rows // block), columns]
+    moved = graphs.initializer(graph, f"{codes.name}.offsets", lazy(dtype, small, offsets))
     node.replace_input_with(0, value)
     node.resize_inputs(2)
     for number, reader in enumerate(readers):
         added = added_to(reader)
         others = constant(added.product.inputs[1]) if added is not None else None
         if added is not None and others is not None and added.are_offsets(reader.inputs[0], rows, block):
-            both = ir.LazyTensor(functools.partial(offsets, others), dtype, small)
+            both = lazy(dtype, small, functools.partial(offsets, others))
             added.product.replace_input_with(1, graphs.initializer(graph, f"{codes.name}.{number}.offsets", both))
             continue
-        name = f"{codes.name}.{number}"
-        sums = ir.node("MatMul", [reader.inputs[0], adder], name=f"{name}.sums")
-        shift = ir.node("MatMul", [sums.outputs[0], moved], name=f"{name}.shift")
+        shift = add_offsets(graph, reader, moved, rows, block, f"{codes.name}.{number}")
         shift.metadata_props.update(reader.metadata_props)  # Of experts, it has a part for each of them, too.
-        total = ir.node("Add", [reader.outputs[0], shift.outputs[0]], name=f"{name}.total")
-        product, whole = reader.outputs[0], total.outputs[0]
-        later = [use for use in product.uses() if use.node is not total]
-        for made in (sums, shift, total):
-            made.outputs[0].name, made.outputs[0].type = made.name, product.type
-        graph.insert_after(reader, [sums, shift, total])
-        for use in later:
-            use.node.replace_input_with(use.idx, whole)
-        if product.is_graph_output():
-            graph.outputs[graph.outputs.index(product)] = whole
-            whole.name, product.name, whole.shape = product.name, whole.name, product.shape
-
-
-def _block_sums(graph: ir.Graph, inputs: int, block: int, dtype: ir.DataType) -> ir.Value:
-    sums = ir.Tensor(block_sums(inputs, block).astype(dtype.numpy()))
-    return graphs.initializer(graph, f"quantization.blocks.{inputs}.{block}", sums)

@@ -1,44 +1,13 @@
-"""What happens around a TensorRT build: its progress, and Ctrl-C, which its C++ code does not know."""
+"""The progress of a TensorRT build, and its end at Ctrl-C, which its C++ code does not know."""
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tensorrt import IProgressMonitor
-
-
-@contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM as an event while the block runs; then what they do otherwise.
-
-    The builder calls Python from C++, prints an exception that it meets there and goes on building.
-    """
-    pressed = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield pressed
-        return
-    received: list[int] = []
-
-    def receive(number: int, _frame: object) -> None:
-        received.append(number)
-        pressed.set()
-
-    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {number: handler for number, handler in usual.items() if callable(handler)}
-    for number in handlers:
-        signal.signal(number, receive)
-    try:
-        yield pressed
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if received:
-            handlers[signal.Signals(received[0])](received[0], None)
 
 
 def progress_monitor(trt: Any, advance: Callable[[float], None], interrupted: threading.Event) -> IProgressMonitor:

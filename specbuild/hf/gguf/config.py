@@ -81,7 +81,9 @@ def hf_config(file: GgufFile, numbers: Numbers) -> dict[str, Any]:
     }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         config[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-    return config | ARCHITECTURES[file.architecture](keys, config)
+    model_type, architecture, of_family = ARCHITECTURES[file.architecture]
+    own = of_family(keys, config) if of_family else {}
+    return config | {"model_type": model_type, "architectures": [architecture]} | own
 
 
 def _rope(keys: _Keys, numbers: Numbers) -> dict[str, Any]:
@@ -126,16 +128,7 @@ def _llama3_rope(keys: _Keys, theta: float, factors: np.ndarray[Any, np.dtype[np
 
 
 def _llama(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    bias = "blk.0.attn_q.bias" in keys.file.tensors
-    return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": bias}
-
-
-def _qwen2(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    return {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-
-
-def _qwen3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    return {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    return {"attention_bias": "blk.0.attn_q.bias" in keys.file.tensors}
 
 
 def _phi3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -143,8 +136,6 @@ def _phi3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     rope = {"partial_rotary_factor": keys.integer("rope.dimension_count", head) / head}
     window = keys.integer("attention.sliding_window", 0) or None
     return {
-        "model_type": "phi3",
-        "architectures": ["Phi3ForCausalLM"],
         "rope_parameters": config["rope_parameters"] | rope,
         "original_max_position_embeddings": config["rope_parameters"].get(
             "original_max_position_embeddings", config["max_position_embeddings"]
@@ -166,8 +157,6 @@ def _gemma(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 def _gemma2(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     return _gemma(keys, config) | {
-        "model_type": "gemma2",
-        "architectures": ["Gemma2ForCausalLM"],
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
     }
@@ -178,19 +167,18 @@ def _gemma3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     kinds = ["full_attention" if (layer + 1) % _GEMMA3_PATTERN == 0 else "sliding_attention" for layer in range(layers)]
     local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", _GEMMA3_LOCAL_THETA)}
     return _gemma(keys, config) | {
-        "model_type": "gemma3_text",
-        "architectures": ["Gemma3ForCausalLM"],
         "layer_types": kinds,
         "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
     }
 
 
-ARCHITECTURES: dict[str, Callable[[_Keys, dict[str, Any]], dict[str, Any]]] = {
-    "llama": _llama,  # Mistral's and SmolLM's files say so too.
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "phi3": _phi3,
+_Fields = Callable[[_Keys, dict[str, Any]], dict[str, Any]]
+ARCHITECTURES: dict[str, tuple[str, str, _Fields | None]] = {
+    "llama": ("llama", "LlamaForCausalLM", _llama),  # Mistral's and SmolLM's files say so too.
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", None),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", None),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM", _gemma2),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM", _gemma3),
+    "phi3": ("phi3", "Phi3ForCausalLM", _phi3),
 }
-"""Functions by ``general.architecture``. Each gives fields to add to the configuration or to replace in it."""
+"""``model_type``, class, and a function of further fields of the configuration, by ``general.architecture``."""

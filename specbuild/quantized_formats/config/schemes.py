@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specbuild.json_file import read_json
+from specbuild.files import read_json
 from specbuild.quantized_formats.config import methods
 from specbuild.quantized_formats.config.compressed_tensors import compressed_tensors
 from specbuild.quantized_formats.config.config_section import UNQUANTIZED, Section, shown
@@ -51,6 +51,13 @@ def read_scheme(directory: Path, config_json: dict[str, Any]) -> Scheme | None:
     if isinstance(values := config_json.get("quantization"), dict) and "bits" in values:
         raise UnsupportedModelError(f"{directory / 'config.json'}: weights are quantized ({REFUSED['mlx']})")
     return None
+
+
+def require_dense(directory: Path, advice: str) -> None:
+    """Raise UnsupportedModelError, with ``advice``, where the checkpoint's weights are quantized already."""
+    path = directory / "config.json"
+    if path.is_file() and (scheme := read_scheme(directory, read_json(path))):
+        raise UnsupportedModelError(f"{scheme.path}: weights are quantized already ({scheme.method}); {advice}")
 
 
 def _scheme(directory: Path, path: Path, key: str, values: object) -> Scheme:

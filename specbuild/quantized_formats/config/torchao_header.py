@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from specbuild.quantized_formats.config.config_section import UNQUANTIZED, Section, shown
 from specbuild.quantized_formats.formats import Form
+from specbuild.weights.safetensors_files import check_file
 from specrun.errors import CheckpointError, UnsupportedModelError
 
-_LONGEST_HEADER = 100_000_000
 _INTEGERS = {f"int{bits}": 4 if bits <= 4 else 8 for bits in range(1, 9)}
 _LOW = "asymmetric inputs are rounded to 8 bits without a zero point here"
 
@@ -22,7 +21,7 @@ def weight_forms(section: Section) -> tuple[dict[str, Form], tuple[str, ...]]:
     """
     directory = section.path.parent
     files = sorted(directory.glob("*.safetensors"))
-    entries = {name: (path, text) for path in files for name, text in _metadata(path).items() if "." in name}
+    entries = {name: (path, text) for path in files for name, text in check_file(path).metadata.items() if "." in name}
     forms, notes = {}, set()
     for name, (path, text) in entries.items():
         try:
@@ -73,17 +72,3 @@ def _form(data: Section, kind: str) -> Form:
         "Float8Tensor, Int8Tensor, Int4Tensor and IntxUnpackedToInt8Tensor; "
         f"{UNQUANTIZED}"
     )
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    """The texts in a safetensors file's header. Raises CheckpointError."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _LONGEST_HEADER:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
-        metadata = header.get("__metadata__", {})
-        return {name: text for name, text in metadata.items() if isinstance(text, str)}
-    except (ValueError, OSError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not a safetensors file (unreadable header); download it again") from error

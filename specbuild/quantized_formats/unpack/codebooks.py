@@ -28,10 +28,9 @@ from specbuild.quantized_formats.unpack.stored import (
     Module,
     NumpyTensor,
     Ranges,
-    lazy,
     unpacked_rows,
 )
-from specbuild.weights.packed import Packed
+from specbuild.weights.packed import Packed, lazy
 
 Floats = npt.NDArray[np.float32]
 
@@ -73,9 +72,7 @@ def bitsandbytes_4bit(module: Module, form: Form) -> Packed:
     return Packed(
         codes=CodeTensor(ir.DataType.INT8, shape, values.codes if aligned else values.rounded_codes),
         scales=lazy(
-            ir.DataType.FLOAT,
-            (-(-shape[0] // block), shape[1]),
-            values.scales if aligned else values.rounded_scales,
+            ir.DataType.FLOAT, (-(-shape[0] // block), shape[1]), values.scales if aligned else values.rounded_scales
         ),
         block=block,
     )

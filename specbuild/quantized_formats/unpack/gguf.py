@@ -14,9 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from specbuild.quantized_formats.formats import Form
-from specbuild.quantized_formats.unpack.stored import UINT8, Array, Bytes, CodeTensor, Module, NumpyTensor, Ranges, lazy
+from specbuild.quantized_formats.unpack.stored import UINT8, Array, Bytes, CodeTensor, Module, NumpyTensor, Ranges
 from specbuild.weights.gguf_file import BLOCKS
-from specbuild.weights.packed import Packed
+from specbuild.weights.packed import Packed, lazy
 
 SUFFIX = "gguf"
 """Word in place of ``weight`` in the name of a tensor of blocks [N, bytes of a row]."""

@@ -42,14 +42,13 @@ from specbuild.quantized_formats.unpack.stored import (
     NumpyTensor,
     Ranges,
     in_pairs,
-    lazy,
     once,
     outputs_first,
     unpacked_rows,
 )
 from specbuild.quantized_formats.unpack.torchao import torchao_int4, torchao_unpacked
 from specbuild.weights.gguf_file import BLOCKS
-from specbuild.weights.packed import Packed
+from specbuild.weights.packed import Packed, lazy
 
 _SIGNED = {4: ir.DataType.INT4, 8: ir.DataType.INT8}
 _UNSIGNED = {4: ir.DataType.UINT4, 8: ir.DataType.UINT8}

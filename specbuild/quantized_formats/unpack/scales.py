@@ -10,8 +10,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.quantized_formats.formats import Block, Form
-from specbuild.quantized_formats.unpack.stored import EXPONENTS, FLOATS, Array, Module, NumpyTensor, lazy
-from specbuild.weights.packed import Activation
+from specbuild.quantized_formats.unpack.stored import EXPONENTS, FLOATS, Array, Module, NumpyTensor
+from specbuild.weights.packed import Activation, lazy
 
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 

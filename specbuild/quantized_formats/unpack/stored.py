@@ -124,11 +124,6 @@ class Module:
         return value
 
 
-def lazy(dtype: ir.DataType, shape: tuple[int, ...], make: Callable[[], Array]) -> ir.LazyTensor:
-    """A tensor whose values ``make`` computes when they are asked for."""
-    return ir.LazyTensor(lambda: ir.Tensor(np.asarray(make(), order="C"), dtype), dtype, ir.Shape(shape))
-
-
 class CodeTensor(ir.LazyTensor):
     """Codes [K, N] that are unpacked, transposed and written some rows at a time, so that little is held."""
 

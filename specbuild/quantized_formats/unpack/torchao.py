@@ -32,12 +32,11 @@ from specbuild.quantized_formats.unpack.stored import (
     Module,
     NumpyTensor,
     in_pairs,
-    lazy,
     once,
     outputs_first,
     unpacked_rows,
 )
-from specbuild.weights.packed import Packed
+from specbuild.weights.packed import Packed, lazy
 
 SUFFIXES = tuple(f"_weight_{part}" for part in ("qdata", "scale", "zero_point", "act_pre_scale"))
 
@@ -113,7 +112,5 @@ def _zero_points(module: Module, form: Form, shape: tuple[int, int], kind: ir.Da
     if not size:
         return lazy(kind, size, lambda: canonical(tensor.read(), shape, form.block))
     return CodeTensor(
-        kind,
-        size,
-        once(lambda: np.atleast_2d(canonical(tensor.read(), shape, form.block).astype(np.uint8) & mask)),
+        kind, size, once(lambda: np.atleast_2d(canonical(tensor.read(), shape, form.block).astype(np.uint8) & mask))
     )

@@ -177,6 +177,7 @@ def answer_with_model(
 ) -> Iterator[Answer]:
     """In PyTorch, in batches; a prompt and its answer have ``maker.max_length`` tokens at most."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     torch.manual_seed(sampling.seed)
     manner: dict[str, Any] = {"do_sample": False}
@@ -195,10 +196,11 @@ def answer_with_model(
                 yield prompt, RequestError(f"{prompt.example.where}: {len(ids)} tokens, and no room for an answer")
         if not rows:
             continue
-        width = max(len(ids) for _, ids in rows)
-        ids, mask = torch.zeros(2, len(rows), width, dtype=torch.int64)
-        for number, (_, own) in enumerate(rows):
-            ids[number, width - len(own) :], mask[number, width - len(own) :] = own, 1
+        ids, mask = (
+            pad_sequence(own, batch_first=True, padding_side="left").long()
+            for own in ([own for _, own in rows], [torch.ones_like(own) for _, own in rows])
+        )
+        width = ids.shape[1]
         most = min(sampling.max_output_len, maker.max_length - width)
         with torch.no_grad():
             generated = generate(

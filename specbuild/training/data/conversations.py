@@ -37,7 +37,10 @@ def read_examples(path: Path, option: str) -> Iterator[Example]:
         messages = _messages(content, where)
         if not any(message["role"] == "assistant" for message in messages):
             raise BuildConfigError(f"{where}: no assistant turn, so there is nothing to learn; remove the line")
-        yield Example(where, messages, tools=_tools(content, where))
+        tools = content.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise BuildConfigError(f"{where}: tools: expected a list, as OpenAI's API has it")
+        yield Example(where, messages, tools=tuple(tools) or None)
 
 
 def read_prompt(line: str, where: str, is_json: bool) -> Example:
@@ -76,15 +79,6 @@ def _messages(content: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any]
             raise BuildConfigError(f"{where}: message {number} has no content")
         messages.append(turn)
     return tuple(messages)
-
-
-def _tools(content: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...] | None:
-    tools = content.get("tools")
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BuildConfigError(f"{where}: tools: expected a list, as OpenAI's API has it")
-    return tuple(tools)
 
 
 def _object(line: str, where: str) -> dict[str, Any]:

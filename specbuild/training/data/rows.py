@@ -6,10 +6,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from specbuild.hf.model_config import save_tokenizer
 from specbuild.training.data.conversations import Example, read_examples
@@ -33,11 +35,6 @@ class Row:
     """[S] int32"""
     wanted: torch.Tensor
     """[S] bool: the tokens that a draft learns to propose, those of answers."""
-
-    @property
-    def is_useful(self) -> bool:
-        """Whether a draft can learn something of it."""
-        return len(self.ids) >= LEAST_TOKENS and bool(self.wanted[2:].any())
 
 
 class Batch(NamedTuple):
@@ -99,17 +96,11 @@ class Data:
 
 def join(rows: Sequence[Row]) -> Batch:
     """A batch of them."""
-    length = max(len(row.ids) for row in rows)
-    batch = Batch(
-        torch.zeros(len(rows), length, dtype=torch.int64),
-        torch.zeros(len(rows), length, dtype=torch.int64),
-        torch.zeros(len(rows), length, dtype=torch.bool),
+    ids, mask, wanted = (
+        pad_sequence(list(own), batch_first=True)
+        for own in zip(*((row.ids, torch.ones_like(row.ids), row.wanted) for row in rows), strict=True)
     )
-    for number, row in enumerate(rows):
-        batch.ids[number, : len(row.ids)] = row.ids
-        batch.mask[number, : len(row.ids)] = 1
-        batch.wanted[number, : len(row.ids)] = row.wanted
-    return batch
+    return Batch(ids.long(), mask.long(), wanted)
 
 
 def read_data(path: Path, option: str, tokenizer: RowMaker) -> Data:
@@ -117,7 +108,7 @@ def read_data(path: Path, option: str, tokenizer: RowMaker) -> Data:
     rows: list[Row] = []
     skipped = 0
     for example in read_examples(path, option):
-        made = [row for row in tokenizer.rows(example) if row.is_useful]
+        made = [row for row in tokenizer.rows(example) if len(row.ids) >= LEAST_TOKENS and row.wanted[2:].any()]
         rows += made
         skipped += not made
     if len(rows) < 2:
@@ -204,7 +195,8 @@ class RowMaker:
                     continue
                 after = self._template.render(messages[: place + 1], example.tools, add_generation_prompt=False)
                 before = self._template.render(messages[:place], example.tools) if place else ""
-                start, end = _num_common(before, after), _num_common(after, whole)
+                pairs = [before, after], [after, whole]
+                start, end = (len(commonprefix(pair)) for pair in pairs)  # noqa: RUF071 (they are no paths)
                 content = message.get("content")
                 if end - start >= (
                     len(content.strip()) if isinstance(content, str) and content else len(after) - start
@@ -219,9 +211,3 @@ def _refused(example: Example, error: RequestError) -> BuildConfigError:
     cause = error.__cause__
     reason = first_line(cause) if isinstance(cause, Exception) else str(error)
     return BuildConfigError(f"{example.where}: the chat template refuses the conversation ({reason})")
-
-
-def _num_common(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginnings."""
-    pairs = zip(one, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
