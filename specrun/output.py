@@ -54,9 +54,11 @@ def as_object(request: Request) -> dict[str, Any]:
     return result
 
 
-def show_token(output: TokenOutput, color: bool) -> None:
-    """Print a token's text, the draft's in green where ``color``."""
-    text = click.style(output.text, fg="green") if color and output.from_draft else output.text
+def show_token(output: TokenOutput, color: bool, dim: bool = False) -> None:
+    """Print a token's text. Where ``color``: the draft's in green, and dimmed where ``dim``."""
+    style: dict[str, Any] = {"fg": "green"} if output.from_draft else {}
+    style |= {"dim": True} if dim else {}
+    text = click.style(output.text, **style) if color and style and output.text else output.text
     # Colour that was asked for stays, even where click would strip it.
     click.echo(text, nl=False, color=color or None)
 

@@ -13,6 +13,7 @@ from specrun.request.factory import DEFAULT_OUTPUT_LEN, Message
 from specrun.request.options import Keywords, RequestOptions, combine
 from specrun.request.request import Request, TokenOutput
 from specrun.sampling.sampler import SamplingParams
+from specrun.text.reasoning import ReasoningParser
 
 
 class Conversation:
@@ -102,7 +103,7 @@ class Conversation:
         finally:
             # An answer may be empty, but only if the model ended it.
             if shown or request.finish_reason in ("stop", "length"):
-                self.messages = [*turns, {"role": "assistant", "content": shown}]
+                self.messages = [*turns, _message(request, shown)]
         if request.error:
             raise request.error
 
@@ -139,3 +140,11 @@ class Conversation:
     def _num_system(self) -> int:
         """1 where the first message is the system's."""
         return int(bool(self.messages) and self.messages[0]["role"] == "system")
+
+
+def _message(request: Request, text: str) -> Message:
+    """An answer as templates take it: its thought has a field of its own."""
+    if request.thought is None:
+        return {"role": "assistant", "content": text}
+    reasoning, content = ReasoningParser(request.thought).push(text, ended=True)
+    return {"role": "assistant", "content": content, **({"reasoning_content": reasoning} if reasoning else {})}

@@ -29,6 +29,7 @@ from specrun.field_options import field_option
 from specrun.output import show_token
 from specrun.request.options import RequestOptions
 from specrun.sampling.sampler import SamplingParams
+from specrun.text.reasoning import ReasoningParser
 
 if TYPE_CHECKING:
     from specrun.chat.conversation import Conversation
@@ -94,13 +95,14 @@ class _Shown:
 
     def show(self, conversation: Conversation, answer: Generator[TokenOutput]) -> None:
         """Show an answer as it comes, up to Ctrl-C, and its figures. Raises RequestError."""
-        before = conversation.last
+        before, reasoning = conversation.last, None
         with _interrupt() as interrupted, contextlib.closing(answer):
             for output in answer:
                 if conversation.last is not before:  # The first token.
                     before = conversation.last
                     self._say_dropped(conversation.dropped)
-                show_token(output, self._color)
+                    reasoning = ReasoningParser(before.thought) if before and before.thought else None
+                show_token(output, self._color, _belongs_to_thought(reasoning, output.text))
                 if interrupted.is_set():
                     break
         click.echo()
@@ -130,6 +132,15 @@ def _interrupt() -> Iterator[Event]:
         yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _belongs_to_thought(reasoning: ReasoningParser | None, text: str) -> bool:
+    """Whether a text, which follows those that the parser knows, is part of a thought."""
+    if reasoning is None:
+        return False
+    was_inside = reasoning.is_inside
+    reasoning.push(text)
+    return was_inside or reasoning.is_inside
 
 
 def _figures(request: Request) -> str:

@@ -145,6 +145,19 @@ def test_colours_are_the_drafts_and_change_no_text(pair: Path) -> None:
     assert re.sub(r"\x1b\[\d+m", "", green) == plain
 
 
+def test_thoughts_are_dimmed_and_kept_apart(pair: Path, tmp_path: Path) -> None:
+    """The prompt has begun the thought, and a random model does not end it."""
+    (tmp_path / "template").write_text("{% for m in messages %}{{ m.content }}{% endfor %}<think>{# </think> #}")
+    shown = chat(pair, *SAME, "--color", "--chat_template", tmp_path / "template", turns=TURNS[0]).stdout
+    texts = [text for text in re.split(r"\x1b\[0m", shown) if text.strip()]
+    assert texts and all("\x1b[2m" in text for text in texts)
+    opened = SpeculativeDecoder.open(pair / "target", chat_template=tmp_path / "template")
+    with opened as decoder:
+        conversation = Conversation(decoder, ENDLESS, max_output_len=8)
+        said = say(conversation, "the fox")
+        assert conversation.messages[-1] == {"role": "assistant", "content": "", "reasoning_content": said.lstrip()}
+
+
 def test_a_new_seed_is_shown_and_makes_the_same_answer(pair: Path) -> None:
     options = ("--temperature", 1, "--max_output_len", 12)
     first = chat(pair, *options, turns=TURNS[0])
