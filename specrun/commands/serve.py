@@ -101,9 +101,9 @@ def serve(
 ) -> None:
     """A target and its draft -> an OpenAI-compatible server.
 
-    It answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health, /metrics and
-    /version. The log on standard error has a line of JSON for every request. SIGTERM, SIGHUP and Ctrl-C let answers
-    end.
+    It answers OpenAI's /v1/completions, /v1/chat/completions, /v1/responses and /v1/models, Anthropic's /v1/messages,
+    and /tokenize, /detokenize, /health, /metrics and /version. The log on standard error has a line of JSON for every
+    request. SIGTERM, SIGHUP and Ctrl-C let answers end.
     """
     from specrun.openai.body import DEFAULTS
     from specrun.serve.hosts import is_local, read_hosts

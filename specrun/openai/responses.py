@@ -93,12 +93,7 @@ class ResponseShape(Shape):
 
     @override
     def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
-        answer = answers[0]
-        output = Output(head)
-        output.add(answer, answer.whole._replace(calls=[CallDelta(n, c.name, "") for n, c in enumerate(answer.calls)]))
-        for item in output.items:
-            item.text = item.call.arguments if item.call else item.text
-        return self.response(answer, head, output)
+        return self.response(answers[0], head, Output.of(answers[0], head))
 
     @override
     def stream(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> ResponseStream:
@@ -180,6 +175,15 @@ class Output:
     def __init__(self, head: Head) -> None:
         self.items: list[Item] = []
         self._identity = head.identity
+
+    @classmethod
+    def of(cls, answer: Answer, head: Head) -> Output:
+        """The output of an answer that has ended: its thought, its text and its calls."""
+        output = cls(head)
+        output.add(answer, answer.whole._replace(calls=[CallDelta(n, c.name, "") for n, c in enumerate(answer.calls)]))
+        for item in output.items:
+            item.text = item.call.arguments if item.call else item.text
+        return output
 
     def begin(self, kind: Literal["reasoning", "message", "function_call"], call: ToolCall | None = None) -> Item:
         """A new item."""

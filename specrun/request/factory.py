@@ -129,8 +129,6 @@ class RequestFactory:
         """What the output must follow. A thought comes before, and follows nothing."""
         constraint, most = self._tool_constraint(options) or options.constraint, options.max_reasoning_tokens
         if thought is None:
-            message = "max_reasoning_tokens: the prompt leads to no thought; leave it out"
-            _require(most is None, message, "max_reasoning_tokens")
             return constraint
         if constraint is None:
             if most is None:

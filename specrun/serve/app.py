@@ -20,6 +20,7 @@ from specrun import __version__, arguments
 from specrun.errors import SpecError
 from specrun.openai.body import read_either
 from specrun.openai.fields import Fields, as_object
+from specrun.openai.messages import MessageShape, error_body
 from specrun.openai.prompts import are_ids
 from specrun.openai.responses import ResponseShape
 from specrun.openai.shapes import ChatShape, CompletionShape
@@ -34,6 +35,8 @@ from specrun.serve.service import Service
 
 OPEN_PATHS = ("/health",)
 """Paths that need no key."""
+MESSAGES = "/v1/messages"
+"""The path of Anthropic's API, whose errors have another shape."""
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -44,6 +47,8 @@ def make_app(service: Service) -> ASGIApp:
             ("POST", "/v1/completions", _completions),
             ("POST", "/v1/chat/completions", _chat),
             ("POST", "/v1/responses", _responses),
+            ("POST", MESSAGES, _messages),
+            ("POST", f"{MESSAGES}/count_tokens", _count_tokens),
             ("GET", "/v1/models", _models),
             ("GET", "/v1/models/{model:path}", _model),
             ("POST", "/tokenize", _tokenize),
@@ -106,7 +111,10 @@ class _AccessMiddleware:
             require_allowed(headers, self._service.allowed_hosts)
         if not self._service.keys:
             return None
-        if key := find_key(list(self._service.keys), headers.get(b"authorization", "")):
+        given = headers.get(b"authorization", "")
+        if not given and (key_alone := headers.get(b"x-api-key")):  # Anthropic's header.
+            given = f"Bearer {key_alone}"
+        if key := find_key(list(self._service.keys), given):
             return key
         raise ApiError(401, "no valid API key; send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
 
@@ -143,6 +151,23 @@ async def _chat(service: Service, request: Request) -> Response:
 
 async def _responses(service: Service, request: Request) -> Response:
     return await respond(service, ResponseShape(), request)
+
+
+async def _messages(service: Service, request: Request) -> Response:
+    return await respond(service, MessageShape(), request)
+
+
+async def _count_tokens(service: Service, request: Request) -> Response:
+    """The tokens of a message's prompt."""
+
+    def read(sent: Any) -> list[int]:
+        fields = Fields(as_object("body", sent))
+        body = MessageShape().read_prompt(fields, {}, service.defaults, service.max_input_len)
+        service.require_model(body.model)
+        return service.decoder.token_ids(body.prompts[0], body.options)
+
+    ids = await service.bodies.read(request, read, service.max_input_len)
+    return JSONResponse({"input_tokens": len(ids)})
 
 
 async def _models(service: Service, request: Request) -> Response:
@@ -217,6 +242,8 @@ async def _error(request: Request, error: Exception) -> Response:
     api_error = as_api_error(error)
     if api_error.status == 500:
         log.error("%s: %r", request.state.id, error, exc_info=error)
+    if request.url.path.startswith(MESSAGES):
+        return JSONResponse(error_body(api_error.body), api_error.status, api_error.headers)
     return _answer(api_error)
 
 
