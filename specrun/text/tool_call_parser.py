@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from specrun.text.tool_formats.base import CallReader, Schema, ToolFormat
+from specrun.text.tool_formats.base import LONGEST_HELD, CallReader, Schema, ToolFormat
 
 _compiled = functools.cache(regex.compile)
 
@@ -106,6 +106,8 @@ class ToolCallParser:
             self._text = ""
             return False
         opening = self._find_opening(ended)
+        if opening and opening.partial and len(self._text) - opening.start() > LONGEST_HELD:
+            opening = None
         content = self._text[: opening.start()] if opening else self._text
         if opening or not ended or self._count:
             content = content.rstrip()
@@ -165,13 +167,14 @@ class ToolCallParser:
             if found and not found.partial:
                 self._begin(found, 0)
                 return True
-            if found and self._text.strip():
+            if found and self._text.strip() and len(self._text) <= LONGEST_HELD:
                 return False
         while self._closings:
             found = _compiled(self._closings[0]).match(self._text, partial=True)
-            if found and found.partial and not ended:
+            is_part = found and found.partial and not ended
+            if is_part and len(self._text) <= LONGEST_HELD:
                 return False
-            if found:
+            if found and not is_part:
                 self._text = self._text[found.end() :]
             del self._closings[0]
         self._may_follow = False

@@ -258,3 +258,13 @@ def test_ids_are_those_that_templates_want() -> None:
     assert FORMATS["kimi_k2"].make_id("now", 2) == "functions.now:2"
     assert len(FORMATS["mistral"].make_id("now", 0)) == 9 and FORMATS["mistral"].make_id("now", 0).isalnum()
     assert FORMATS["hermes"].make_id("now", 0).startswith("call_")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_beginning_without_end_is_not_held_for_ever(name: str) -> None:
+    """A name of thousands of letters, say: it is text after a while, unless a call has begun."""
+    text, _ = SPELLED[name]
+    for place in range(1, len(text) // 2, 5):
+        parser = ToolCallParser(ExpectedCalls(FORMATS[name], True, schemas=TOOLS.schemas()), True)
+        seen = [parser.push(text[:place]), *(parser.push("a" * 100) for _ in range(30))]
+        assert gather(seen)[0] or parser._candidate, text[:place]

@@ -16,6 +16,8 @@ from specrun.text.tools import Tools
 Schema = Mapping[str, Any]
 """A JSON schema of a function's arguments."""
 
+LONGEST_HELD = 1000
+"""Characters that are held at most until it is known what they are; to look at them again takes time."""
 EMPTY = '""'
 """No text, in Lark."""
 

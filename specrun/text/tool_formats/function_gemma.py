@@ -22,17 +22,22 @@ class GemmaArguments(CallReader):
         self.name = name
         self._place = self._depth = 0
         """How far ``text`` is read, and how many braces and brackets are open there."""
+        self._in_text = False
+        """True within a text, which only a tag ends: it is not looked at again before one has come."""
 
     @override
     def read(self, text: str) -> str:
         """A brace in a text closes nothing, so an unfinished text is waited for."""
         self.text += text
+        if self._in_text and ">" not in text:
+            return ""
         while (token := _TOKENS.match(self.text, self._place, partial=True)) and not token.partial:
             self._place = token.end()
             self._depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token["mark"] or "", 0)
             if token["mark"] and not self._depth:
                 break
         if token and (token.partial or self._depth):
+            self._in_text = token.partial
             return ""
         self.has_ended = True
         self.text, rest = self.text[: self._place], self.text[self._place :]

@@ -9,9 +9,7 @@ GLM4 = ToolFormat(
     "glm4",
     marks=[["<arg_key>"]],
     opening=r"<tool_call>\s*(?P<name>[A-Za-z0-9_-]+)\s*(?=<)",
-    reader=xml_reader(
-        r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", r"\s*</tool_call>"
-    ),
+    reader=xml_reader(r"\s*<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>", "</arg_value>", r"\s*</tool_call>"),
     tags=["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
     spelling=Spelling(
         "<tool_call>NAME\n",

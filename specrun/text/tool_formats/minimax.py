@@ -20,7 +20,7 @@ MINIMAX_M2 = ToolFormat(
     "minimax_m2",
     marks=[["<minimax:tool_call>"]],
     opening=r'(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"\s]+)">',
-    reader=xml_reader(r'\s*<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>', r"\s*</invoke>"),
+    reader=xml_reader(r'\s*<parameter name="(?P<key>[^"]+)">', "</parameter>", r"\s*</invoke>"),
     closings=[r"\s*</minimax:tool_call>"],
     tags=["<minimax:tool_call>", "</minimax:tool_call>"],
     spelling=Spelling(

@@ -9,7 +9,7 @@ QWEN3_CODER = ToolFormat(
     "qwen3_coder",
     marks=[["<function="]],
     opening=r"(?:<tool_call>\s*)?<function=(?P<name>[^>\s]+)>",
-    reader=xml_reader(r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>", r"\s*</function>"),
+    reader=xml_reader(r"\s*<parameter=(?P<key>[^>\n]+)>", "</parameter>", r"\s*</function>"),
     closings=[r"\s*</tool_call>"],
     tags=["<tool_call>", "</tool_call>"],
     spelling=Spelling(

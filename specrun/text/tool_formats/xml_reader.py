@@ -8,44 +8,51 @@ from collections.abc import Callable, Mapping
 import regex
 from typing_extensions import override
 
-from specrun.text.tool_formats.base import EMPTY, CallReader, Schema, literal, property_of, text_of, typed
+from specrun.text.tool_formats.base import EMPTY, LONGEST_HELD, CallReader, Schema, literal, property_of, text_of, typed
 
 
 class XmlArguments(CallReader):
-    """Arguments in turn, each an expression with the groups ``key`` and ``value``, and an end."""
+    """Arguments in turn, each with a head (an expression, whose group ``key`` is its name) and a tail, and an end."""
 
-    def __init__(self, name: str, schema: Schema, argument: str, end: str) -> None:
+    def __init__(self, name: str, schema: Schema, head: str, tail: str, end: str) -> None:
         super().__init__()
         self.name = name
         self._schema = schema
-        self._argument, self._end = regex.compile(argument, regex.DOTALL), regex.compile(end)
+        self._head, self._tail, self._end = regex.compile(head), tail, regex.compile(end)
         self._keys: set[str] = set()
         self._left = ""
         """What has come and is not decided."""
+        self._key: str | None = None
+        """Name of the argument whose value has begun."""
         self._is_call = False
 
     @override
     def read(self, text: str) -> str:
         self.text += text
-        self._left += text
+        known, self._left = len(self._left), self._left + text
         while not self.has_ended:
-            if end := self._end.match(self._left, partial=True):
-                if end.partial and not self._argument.match(self._left, partial=True):
+            if self._key is not None:
+                place = self._left.find(self._tail, max(0, known - len(self._tail)))
+                if place < 0:
                     return ""
-                if not end.partial:
-                    return self._close(end.end(), True)
-            found = self._argument.match(self._left, partial=True)
-            if found is None:
-                return self._close(0, False)
-            if found.partial:
+                self._add(self._key, self._left[:place].removeprefix("\n").removesuffix("\n"))
+                self._key, self._left, known = None, self._left[place + len(self._tail) :], 0
+            elif (end := self._end.match(self._left, partial=True)) and not end.partial:
+                return self._close(end.end(), True)
+            elif (head := self._head.match(self._left, partial=True)) and not head.partial:
+                if (key := head["key"].strip()) in self._keys:
+                    return self._close(0, False)
+                self._key, self._left, known = key, self._left[head.end() :], 0
+            elif (end or head) and len(self._left) <= LONGEST_HELD:  # It has come in part.
                 return ""
-            key, value = found["key"].strip(), typed(found["value"], property_of(self._schema, found["key"].strip()))
-            if key in self._keys:
+            else:
                 return self._close(0, False)
-            self.arguments += f"{', ' if self._keys else '{'}{text_of(key)}: {text_of(value)}"
-            self._keys.add(key)
-            self._left = self._left[found.end() :]
         return ""
+
+    def _add(self, key: str, value: str) -> None:
+        written = text_of(typed(value, property_of(self._schema, key)))
+        self.arguments += f"{', ' if self._keys else '{'}{text_of(key)}: {written}"
+        self._keys.add(key)
 
     @override
     def call(self) -> tuple[str, str] | None:
@@ -61,9 +68,9 @@ class XmlArguments(CallReader):
         return rest
 
 
-def xml_reader(argument: str, end: str) -> Callable[[str, Mapping[str, Schema]], CallReader]:
+def xml_reader(head: str, tail: str, end: str) -> Callable[[str, Mapping[str, Schema]], CallReader]:
     """Makes readers of such calls."""
-    return lambda name, schemas: XmlArguments(name, schemas.get(name, {}), argument, end)
+    return lambda name, schemas: XmlArguments(name, schemas.get(name, {}), head, tail, end)
 
 
 def xml_rules(head: str, tail: str) -> Callable[[str, Schema, Mapping[str, int]], list[str]]:
