@@ -250,7 +250,7 @@ def test_shell_completion_works(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "_SPECRUN_COMPLETE": "bash_complete",
                    "COMP_WORDS": "specrun generate --draft", "COMP_CWORD": "2"}  # fmt: skip
     result = subprocess.run(["specrun"], env=environment, capture_output=True, text=True, check=True)
-    assert "plain,--draft_engine_dir" in result.stdout
+    assert "plain,--draft_len" in result.stdout
     assert "plain,--draft_target_model_config" in result.stdout
 
 
