@@ -17,7 +17,7 @@ import specrun.cli
 from scripts.field_lists import updated
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
 from specrun import Request, RequestError, RequestOptions, SamplingParams
-from specrun.engine_dir.config import BuildConfig, EngineConfig, Features, Provenance
+from specrun.engine_dir.config import BackendInfo, BuildConfig, EngineConfig, Features, GraphInfo, Provenance
 from specrun.evaluation.bench_results import Result, Split
 from specrun.evaluation.verify import Part, Verdict
 from specrun.output import as_json
@@ -161,6 +161,8 @@ def test_every_json_field_is_described() -> None:
 def test_the_engine_directorys_fields_are_described() -> None:
     page = (ROOT / "docs" / "engine_directory.md").read_text()
     assert fields_of(page, "field of an engine") == list(EngineConfig.model_fields)
+    assert fields_of(page, "field of `backend`") == list(BackendInfo.model_fields)
+    assert fields_of(page, "field of `graph`") == list(GraphInfo.model_fields)
     assert fields_of(page, "field of `build_config`") == list(BuildConfig.model_fields)
     assert fields_of(page, "field of `features`") == list(Features.model_fields)
     assert fields_of(page, "field of `provenance`") == list(Provenance.model_fields)
