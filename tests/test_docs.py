@@ -169,6 +169,14 @@ def test_the_engine_directorys_fields_are_described() -> None:
     assert fields_of(page, "field of a checkpoint") == list(CheckpointConfig.model_fields)
 
 
+def test_the_owners_of_state_exist() -> None:
+    owners = re.findall(r"`([a-z_.]+)\.([A-Z]\w+)", section("State and its owners", ROOT / "docs" / "architecture.md"))
+    assert len(owners) > 10
+    for module, name in owners:
+        source = (ROOT / "specrun" / module.replace(".", "/")).with_suffix(".py")
+        assert f"class {name}" in source.read_text(), name
+
+
 def test_lines_are_narrow() -> None:
     for path in DOCUMENTS:
         wide = [line for line in path.read_text().splitlines() if len(line) > 120]
