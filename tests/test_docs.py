@@ -17,7 +17,7 @@ import specrun.cli
 from scripts.field_lists import updated
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
 from specrun import Request, RequestError, RequestOptions, SamplingParams
-from specrun.engine_dir.config import BuildConfig, EngineConfig, Features, Provenance
+from specrun.engine_dir.config import BackendInfo, BuildConfig, EngineConfig, Features, GraphInfo, Provenance
 from specrun.evaluation.bench_results import Result, Split
 from specrun.evaluation.verify import Part, Verdict
 from specrun.output import as_json
@@ -159,12 +159,22 @@ def test_every_json_field_is_described() -> None:
 
 
 def test_the_engine_directorys_fields_are_described() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "engine_directory.md").read_text()
     assert fields_of(page, "field of an engine") == list(EngineConfig.model_fields)
+    assert fields_of(page, "field of `backend`") == list(BackendInfo.model_fields)
+    assert fields_of(page, "field of `graph`") == list(GraphInfo.model_fields)
     assert fields_of(page, "field of `build_config`") == list(BuildConfig.model_fields)
     assert fields_of(page, "field of `features`") == list(Features.model_fields)
     assert fields_of(page, "field of `provenance`") == list(Provenance.model_fields)
     assert fields_of(page, "field of a checkpoint") == list(CheckpointConfig.model_fields)
+
+
+def test_the_owners_of_state_exist() -> None:
+    owners = re.findall(r"`([a-z_.]+)\.([A-Z]\w+)", section("State and its owners", ROOT / "docs" / "architecture.md"))
+    assert len(owners) > 10
+    for module, name in owners:
+        source = (ROOT / "specrun" / module.replace(".", "/")).with_suffix(".py")
+        assert f"class {name}" in source.read_text(), name
 
 
 def test_lines_are_narrow() -> None:
@@ -174,7 +184,7 @@ def test_lines_are_narrow() -> None:
 
 
 def test_every_module_is_on_the_map() -> None:
-    page = section("Source map", ROOT / "docs" / "architecture.md")
+    page = (ROOT / "docs" / "source_map.md").read_text()
     _, *tables = re.split(r"^\| (spec\w+(?:/\w+)*) \|.*$", page, flags=re.MULTILINE)
     for package in ("specbuild", "specrun"):
         files = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
