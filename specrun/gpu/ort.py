@@ -35,7 +35,6 @@ class OrtDeviceBackend(DeviceBackend):
                 "device_id": str(device.number),
                 "user_compute_stream": str(device.stream),
                 "use_tf32": "0",  # float32 means float32.
-                "arena_extend_strategy": "kSameAsRequested",  # What it computes in, and no more.
             }
         self._session = open_session(directory, config, provider, options)
         self._bindings: dict[tuple[int, int], Any] = {}
