@@ -154,6 +154,9 @@ OTHERS: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
      "<start_function_call>call:now{a b}<end_function_call>", []),
     ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>[]", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>[]", []),
     ("command", '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>', "", [NOW]),
+    ("minimax", '<tool_calls>[\n{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}\n]</tool_calls> ok',
+     "ok", [NOW, NOW]),
+    ("llama3", '<|python_start|>{"name": "now", "parameters": {}}<|python_end|>', "", [NOW]),
     ("granite", '<|tool_call|>{"name": "now", "arguments": {}}', "", [NOW]),
 ]  # fmt: skip
 """What models write as well: a form, a text, its content and calls."""

@@ -1,4 +1,7 @@
-"""MiniMax M1: JSON objects, each in a line between tags. M2: a tag for each argument."""
+"""MiniMax M1: JSON objects, each in a line between tags, or a list of them, as Jamba and Hunyuan write it.
+
+M2: a tag for each argument.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from specrun.text.tool_formats.xml_reader import xml_reader, xml_rules
 MINIMAX = ToolFormat(
     "minimax",
     marks=[["<tool_calls>"]],
-    opening=r"<tool_calls>\s*(?=\{)",
-    following=r"\s*(?=\{)",
+    opening=r"<tool_calls>\s*\[?\s*(?=\{)",
+    following=r"\s*,?\s*(?=\{)",
     reader=JsonCall,
-    closings=[r"\s*</tool_calls>"],
+    closings=[r"\s*\]", r"\s*</tool_calls>"],
     tags=["<tool_calls>", "</tool_calls>"],
     spelling=Spelling('{"name": "NAME", "arguments": ', "}\n", "<tool_calls>\n", "</tool_calls>"),
 )
