@@ -14,6 +14,7 @@ import torch
 
 from scripts.benchmarks.quality import compare, our_logits, rows_of
 from scripts.real_models import NoPackagesError, real_model
+from specbuild.quantization.calibration_data import TextOptions
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
@@ -73,7 +74,8 @@ def test_texts_are_those_of_transformers(checkpoint: Path, float32: Path) -> Non
 def test_formats_keep_what_they_should(qformat: str, checkpoint: Path, float32: Path, tmp_path: Path) -> None:
     """With outliers as real models have them, which small random models hide."""
     source, own = (checkpoint / f"{checkpoint.name}.gguf", "auto") if qformat == "GGUF" else (checkpoint, qformat)
-    onnx = make_onnx(source, tmp_path / "onnx", qformat=own, verify=qformat != "int4")
+    texts = TextOptions(size=8)  # int4 is calibrated, which takes a while with the default's 32 rows.
+    onnx = make_onnx(source, tmp_path / "onnx", qformat=own, verify=qformat != "int4", texts=texts)
     engine = make_engine(onnx, tmp_path / "engine", max_draft_len=4, max_seq_len=512)
     most_kl, most_bytes = KEEPS[qformat]
     assert open_engine(engine).weight_bytes < most_bytes
