@@ -146,5 +146,5 @@ def _message(request: Request, text: str) -> Message:
     """An answer as templates take it: its thought has a field of its own."""
     if request.thought is None:
         return {"role": "assistant", "content": text}
-    reasoning, content = ReasoningParser(request.thought).push(text, ended=True)
+    reasoning, content, _ = ReasoningParser(request.thought).push(text, ended=True)
     return {"role": "assistant", "content": content, **({"reasoning_content": reasoning} if reasoning else {})}

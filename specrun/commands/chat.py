@@ -102,7 +102,7 @@ class _Shown:
                     before = conversation.last
                     self._say_dropped(conversation.dropped)
                     reasoning = ReasoningParser(before.thought) if before and before.thought else None
-                show_token(output, self._color, _belongs_to_thought(reasoning, output.text))
+                show_token(output, self._color, bool(reasoning and reasoning.push(output.text).touches_thought))
                 if interrupted.is_set():
                     break
         click.echo()
@@ -132,15 +132,6 @@ def _interrupt() -> Iterator[Event]:
         yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _belongs_to_thought(reasoning: ReasoningParser | None, text: str) -> bool:
-    """Whether a text, which follows those that the parser knows, is part of a thought."""
-    if reasoning is None:
-        return False
-    was_inside = reasoning.is_inside
-    reasoning.push(text)
-    return was_inside or reasoning.is_inside
 
 
 def _figures(request: Request) -> str:

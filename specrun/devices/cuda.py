@@ -123,6 +123,7 @@ class CudaDevice(Device):
             part = content[first : first + _STAGING_BYTES]
             staged = self._stage(part)
             with self._errors("refused a copy"):
+                self.activate()
                 self._check(
                     self._driver.cuMemcpyHtoDAsync(to.address + first, staged.ctypes.data, len(part), self.stream)
                 )
@@ -137,8 +138,6 @@ class CudaDevice(Device):
         staged = self._staging[self._staged : self._staged + len(content)]
         staged[:] = content
         self._staged += len(content)
-        with self._errors("refused a copy"):
-            self.activate()
         return staged
 
     @override

@@ -133,11 +133,8 @@ class Answer:
         """Thought and answer in the texts of new tokens."""
         if self._reasoning is None:
             return "", "".join(texts)
-        parts = []
-        for text in texts:
-            was_inside = self._reasoning.is_inside
-            parts.append(self._reasoning.push(text))
-            self.num_reasoning_tokens += was_inside or self._reasoning.is_inside
+        parts = [*map(self._reasoning.push, texts)]
+        self.num_reasoning_tokens += sum(part.touches_thought for part in parts)
         if ended:
             parts.append(self._reasoning.push("", ended=True))
         return "".join(part.reasoning for part in parts), "".join(part.content for part in parts)

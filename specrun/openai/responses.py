@@ -180,9 +180,8 @@ class Output:
     def of(cls, answer: Answer, head: Head) -> Output:
         """The output of an answer that has ended: its thought, its text and its calls."""
         output = cls(head)
-        output.add(answer, answer.whole._replace(calls=[CallDelta(n, c.name, "") for n, c in enumerate(answer.calls)]))
-        for item in output.items:
-            item.text = item.call.arguments if item.call else item.text
+        calls = [CallDelta(number, call.name, call.arguments) for number, call in enumerate(answer.calls)]
+        output.add(answer, answer.whole._replace(calls=calls))
         return output
 
     def begin(self, kind: Literal["reasoning", "message", "function_call"], call: ToolCall | None = None) -> Item:

@@ -78,8 +78,8 @@ class Thought(NamedTuple):
 
 _THINK = ("<think>", "</think>")
 FORMATS: dict[str, ReasoningFormat] = {
-    one.name: one
-    for one in (
+    form.name: form
+    for form in (
         ReasoningFormat(
             "harmony",
             "<|channel|>",
@@ -108,7 +108,7 @@ FORMATS: dict[str, ReasoningFormat] = {
 
 def find_reasoning(template: str) -> ReasoningFormat | None:
     """The form of thoughts that a chat template shows; None: none of those that are known."""
-    return next((one for one in FORMATS.values() if one.mark in template), None)
+    return next((form for form in FORMATS.values() if form.mark in template), None)
 
 
 class Parts(NamedTuple):
@@ -116,6 +116,8 @@ class Parts(NamedTuple):
 
     reasoning: str
     content: str
+    touches_thought: bool
+    """Whether the text began in a thought, or ends in one."""
 
 
 class ReasoningParser:
@@ -137,15 +139,15 @@ class ReasoningParser:
     def push(self, text: str, ended: bool = False) -> Parts:
         """What ``text``, which follows the earlier ones, makes certain. ended: nothing follows it."""
         self._text += text
-        reasoning = ""
+        reasoning, touches_thought = "", self.is_inside
         while True:
             if self.is_inside:
                 reasoning += self._take_thought(ended)
                 if self.is_inside:
-                    return Parts(reasoning, "")
+                    return Parts(reasoning, "", True)
             if not self._begins(ended):
                 break
-        return Parts(reasoning, self._take_answer(ended))
+        return Parts(reasoning, self._take_answer(ended), touches_thought)
 
     def _take_thought(self, ended: bool) -> str:
         """More of the thought, up to its end."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from scripts.byte_level import byte_level
 from specrun.errors import RequestError
-from specrun.text.grammar import Constraint, Grammars
+from specrun.text.grammar import Constraint
 from specrun.text.reasoning import FORMATS, ReasoningParser, Thought, find_reasoning
+from tests.helpers.constraints import added_tokens, follows, tokenizer_with
 from tests.text.test_tool_calls import splits
 
 THINK = FORMATS["think"]
@@ -91,24 +90,7 @@ def test_the_prompt_says_whether_a_thought_follows() -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    tokenizer = byte_level(["the cat"], 300)
-    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
-    tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
-    return tokenizer
-
-
-def follows(tokenizer: Tokenizer, constraint: Constraint, text: str) -> bool:
-    """Whether ``text`` is a whole text of the constraint."""
-    end = tokenizer.get_vocab(with_added_tokens=True)["<end>"]
-    matcher = Grammars(lambda: tokenizer, (end,)).compile(constraint).start()
-    try:
-        for token in (*tokenizer.encode(text, add_special_tokens=False).ids, end):
-            if matcher.is_complete:
-                return token == end
-            matcher.commit(token)
-    except RequestError:
-        return False
-    return True
+    return tokenizer_with(*(AddedToken(text, special=False) for text in ("<think>", "</think>")))
 
 
 ANSWERS: list[tuple[Constraint, str, str]] = [
@@ -124,7 +106,7 @@ ANSWERS: list[tuple[Constraint, str, str]] = [
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer[0].kind)
 def test_a_constraint_holds_behind_the_thought(tokenizer: Tokenizer, answer: tuple[Constraint, str, str]) -> None:
     constraint, right, wrong = answer
-    added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
+    added = added_tokens(tokenizer)
     optional = constraint._replace(before=Thought(THINK, False).grammar(added, True))
     opened = constraint._replace(before=Thought(THINK, True).grammar(added, True))
     as_text = constraint._replace(before=Thought(THINK, True).grammar({}, True))
@@ -133,9 +115,7 @@ def test_a_constraint_holds_behind_the_thought(tokenizer: Tokenizer, answer: tup
         (opened, ("</think>", f"{right} {wrong}\n</think>\n\n")),
         (as_text, ("the cat\n</think>\n\n",)),
     ):
-        plain = byte_level(["the cat"], 300) if one is as_text else tokenizer
-        if one is as_text:
-            plain.add_special_tokens([AddedToken("<end>", special=True)])
+        plain = tokenizer_with() if one is as_text else tokenizer
         for thought in thoughts:
             assert follows(plain, one, thought + right), thought
             assert not follows(plain, one, thought + wrong), thought
@@ -144,7 +124,7 @@ def test_a_constraint_holds_behind_the_thought(tokenizer: Tokenizer, answer: tup
 
 
 def test_a_thought_may_have_a_limit(tokenizer: Tokenizer) -> None:
-    added: dict[str, Any] = {token.content: n for n, token in tokenizer.get_added_tokens_decoder().items()}
+    added = added_tokens(tokenizer)
     limited = Constraint("choice", '["no"]', Thought(THINK, True).grammar(added, True, max_tokens=4))
     assert follows(tokenizer, limited, "abc</think>no") and follows(tokenizer, limited, "abcd</think>no")
     assert not follows(tokenizer, limited, "abcde</think>no")

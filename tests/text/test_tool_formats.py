@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
 
-from scripts.byte_level import byte_level
-from specrun.errors import RequestError
-from specrun.text.grammar import Constraint, Grammars
+from specrun.text.grammar import Constraint
 from specrun.text.tool_call_parser import ExpectedCalls, ToolCallParser
 from specrun.text.tool_formats import FORMATS, find_format
 from specrun.text.tool_formats.base import ToolFormat
 from specrun.text.tools import Tools
+from tests.helpers.constraints import added_tokens, follows, tokenizer_with
 from tests.text.test_tool_calls import Found, gather, splits
 
 WEATHER: dict[str, Any] = {
@@ -150,6 +149,8 @@ OTHERS: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
     ("function_gemma",
      "<start_function_call>call:get_weather{city:<escape>a}, b: {<escape>,days:-1}<end_function_call>", "",
      [("get_weather", {"city": "a}, b: {", "days": -1})]),
+    ("function_gemma", '<start_function_call>call:get_weather{parts:["a]}", "<b", "c:,\\""]}<end_function_call>', "",
+     [("get_weather", {"parts": ["a]}", "<b", 'c:,"']})]),
     ("function_gemma", "<start_function_call>call:now{a b}<end_function_call>",
      "<start_function_call>call:now{a b}<end_function_call>", []),
     ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>[]", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>[]", []),
@@ -228,33 +229,18 @@ def test_the_form_is_found_in_the_template(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_grammar_admits_the_spelling_and_nothing_else(name: str, are_tokens: bool) -> None:
     form, (text, _) = FORMATS[name], SPELLED[name]
-    tokenizer = byte_level(["the cat"], 300)
-    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
-    if are_tokens:
-        tokenizer.add_tokens([AddedToken(tag, special=tag[0] == "[", normalized=False) for tag in form.tags])
-    added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
-    assert follows(tokenizer, form.grammar(TOOLS, added), text)
+    tags = [AddedToken(tag, special=tag[0] == "[", normalized=False) for tag in form.tags]
+    tokenizer = tokenizer_with(*tags if are_tokens else ())
+    added = added_tokens(tokenizer)
+    calls = Constraint("tools", form.grammar(TOOLS, added))
+    assert follows(tokenizer, calls, text)
     for wrong in (text.replace("3", "three", 1), text.replace("get_weather", "other"), text[:-3], "Hello", ""):
-        assert not follows(tokenizer, form.grammar(TOOLS, added), wrong), wrong
+        assert not follows(tokenizer, calls, wrong), wrong
     if form.can_be_free(added):
-        free = form.grammar(Tools(TOOLS.definitions), added, free=True)
+        free = Constraint("tools", form.grammar(Tools(TOOLS.definitions), added, free=True))
         for allowed in (text, "", "Hello.", f"Hello.{text}"):
             assert follows(tokenizer, free, allowed), allowed
         assert not follows(tokenizer, free, f"Hello.{text.replace('3', 'three', 1)}")
-
-
-def follows(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
-    """Whether ``text`` is a whole text of the grammar."""
-    end = tokenizer.get_vocab(with_added_tokens=True)["<end>"]
-    matcher = Grammars(lambda: tokenizer, (end,)).compile(Constraint("tools", grammar)).start()
-    try:
-        for token in (*tokenizer.encode(text, add_special_tokens=False).ids, end):
-            if matcher.is_complete:
-                return token == end
-            matcher.commit(token)
-    except RequestError:
-        return False
-    return True
 
 
 def test_ids_are_those_that_templates_want() -> None:
@@ -271,3 +257,23 @@ def test_a_beginning_without_end_is_not_held_for_ever(name: str) -> None:
         parser = ToolCallParser(ExpectedCalls(FORMATS[name], True, schemas=TOOLS.schemas()), True)
         seen = [parser.push(text[:place]), *(parser.push("a" * 100) for _ in range(30))]
         assert gather(seen)[0] or parser._candidate, text[:place]
+
+
+@pytest.mark.parametrize("name", ["function_gemma", "pythonic", "qwen3_coder"])
+def test_any_of_the_optional_arguments_may_be_left_out(name: str) -> None:
+    """The first as well; and what is no schema has no arguments."""
+    form, (tokenizer, added) = FORMATS[name], (tokenizer_with(), added_tokens(tokenizer_with()))
+    texts = {
+        "function_gemma": "<start_function_call>call:f{b:2}<end_function_call>",
+        "pythonic": "[f(b=2)]",
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
+    }
+    integer = {"type": "integer"}
+    for parameters, admits in (
+        ({"properties": {"a": integer, "b": integer, "c": integer}}, True),
+        ({"properties": {"b": integer}, "required": ["b"]}, True),
+        ({"properties": {"a": integer, "b": integer}, "required": ["a"]}, False),
+        ({"properties": [1], "required": 5}, False),
+    ):
+        tools = Tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], must_call=("f",))
+        assert follows(tokenizer, Constraint("tools", form.grammar(tools, added)), texts[name]) == admits, parameters

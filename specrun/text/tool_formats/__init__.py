@@ -20,8 +20,8 @@ from specrun.text.tool_formats import (
 from specrun.text.tool_formats.base import ToolFormat
 
 FORMATS: dict[str, ToolFormat] = {
-    one.name: one
-    for one in (
+    form.name: form
+    for form in (
         harmony.HARMONY,
         kimi_k2.KIMI_K2,
         deepseek.DEEPSEEK_V3,
@@ -46,4 +46,4 @@ FORMATS: dict[str, ToolFormat] = {
 
 def find_format(template: str) -> ToolFormat | None:
     """The form of calls that a chat template tells the model of; None: none of those that are known."""
-    return next((one for one in FORMATS.values() if one.fits(template)), None)
+    return next((form for form in FORMATS.values() if form.fits(template)), None)

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from specrun.text.grammar import WHITESPACE
@@ -143,7 +143,34 @@ def typed(text: str, schema: Any) -> Any:
         return text
 
 
-def property_of(schema: Schema, key: str) -> Any:
-    """The schema of one argument; None where there is none."""
-    properties = schema.get("properties")
-    return properties.get(key) if isinstance(properties, Mapping) else None
+class Arguments(NamedTuple):
+    """The arguments of a function, by its schema."""
+
+    schemas: Mapping[str, Any]
+    """Their schemas by name."""
+    required: Sequence[str]
+    """Names of those that must be there."""
+
+    @property
+    def optional(self) -> list[str]:
+        """Names of the others."""
+        return [key for key in self.schemas if key not in self.required]
+
+
+def arguments_of(schema: Schema) -> Arguments:
+    """Where a stranger's ``schema`` says something else than names and schemas, there are none."""
+    described, required = schema.get("properties"), schema.get("required")
+    schemas = described if isinstance(described, Mapping) else {}
+    return Arguments(schemas, [key for key in schemas if isinstance(required, list) and key in required])
+
+
+def separated(required: Sequence[str], optional: Sequence[str], separator: str) -> str:
+    """Lark of all that is ``required`` and then some of what is ``optional``, in order. separator: Lark between two."""
+
+    def behind(rules: Sequence[str]) -> str:
+        return "".join(f" ({separator} {rule})?" for rule in rules)
+
+    if required:
+        return f" {separator} ".join(required) + behind(optional)
+    ways = [rule + behind(optional[number + 1 :]) for number, rule in enumerate(optional)]
+    return " | ".join([*ways, EMPTY])

@@ -8,10 +8,21 @@ from collections.abc import Mapping
 import regex
 from typing_extensions import override
 
-from specrun.text.tool_formats.base import EMPTY, CallReader, Schema, Spelling, ToolFormat, literal, text_of
+from specrun.text.tool_formats.base import (
+    CallReader,
+    Schema,
+    Spelling,
+    ToolFormat,
+    arguments_of,
+    literal,
+    separated,
+    text_of,
+)
 
-_TEXT = "<escape>"
-_TOKENS = regex.compile(r"<escape>(?P<text>.*?)<escape>|(?P<mark>[{}\[\],:])|(?P<word>[^{}\[\],:<]+)", regex.DOTALL)
+_TEXT, _COMMA = "<escape>", '","'
+_TOKENS = regex.compile(
+    r'<escape>(?P<text>.*?)<escape>|(?P<mark>[{}\[\],:])|(?P<word>"(?:[^"\\]|\\.)*"|[^{}\[\],:<"]+)', regex.DOTALL
+)
 
 
 class GemmaArguments(CallReader):
@@ -23,13 +34,13 @@ class GemmaArguments(CallReader):
         self._place = self._depth = 0
         """How far ``text`` is read, and how many braces and brackets are open there."""
         self._in_text = False
-        """True within a text, which only a tag ends: it is not looked at again before one has come."""
+        """True within a text, which only a tag or a quote ends: it is not looked at again before one has come."""
 
     @override
     def read(self, text: str) -> str:
         """A brace in a text closes nothing, so an unfinished text is waited for."""
         self.text += text
-        if self._in_text and ">" not in text:
+        if self._in_text and not (">" in text or '"' in text):
             return ""
         while (token := _TOKENS.match(self.text, self._place, partial=True)) and not token.partial:
             self._place = token.end()
@@ -45,7 +56,7 @@ class GemmaArguments(CallReader):
 
     @override
     def call(self) -> tuple[str, str] | None:
-        """JSON with its texts in tags, and keys without."""
+        """JSON with its texts in tags, or in quotes as it has them, and keys without."""
         tokens = list(_TOKENS.finditer(self.text))
         parts = []
         for place, token in enumerate(tokens):
@@ -53,7 +64,7 @@ class GemmaArguments(CallReader):
                 parts.append(text_of(token["text"]))
             elif token["mark"]:
                 parts.append(token["mark"])
-            elif place + 1 < len(tokens) and tokens[place + 1]["mark"] == ":":
+            elif place + 1 < len(tokens) and tokens[place + 1]["mark"] == ":" and '"' not in token["word"]:
                 parts.append(text_of(token["word"].strip()))
             else:
                 parts.append(token["word"])
@@ -65,24 +76,17 @@ class GemmaArguments(CallReader):
 
 
 def _rules(name: str, schema: Schema, added: Mapping[str, int]) -> list[str]:
-    """Required arguments first, then some of the others."""
-    properties = schema.get("properties") or {}
-    required = [key for key in properties if key in (schema.get("required") or [])]
-    keys = [*required, *(key for key in properties if key not in required)]
-    own, parts = [], []
-    for number, key in enumerate(keys):
-        rule, described = f"{name}_{number}", properties[key]
+    """Texts between tags, others as JSON writes them."""
+    known, rules, own = arguments_of(schema), dict[str, str](), []
+    quote = literal(_TEXT, added)
+    for number, (key, described) in enumerate(known.schemas.items()):
+        rule = rules[key] = f"{name}_{number}"
         is_text = isinstance(described, Mapping) and described.get("type") == "string"
-        quote = literal(_TEXT, added)
         value = f"{quote} {rule}_text {quote}" if is_text else f"{rule}_value"
-        own.append(f"{rule}: {json.dumps(key + ':')} {value}")
+        own.append(f"{rule}: {json.dumps(f'{key}:')} {value}")
         own.append(f"{rule}_text: /[^<]*/" if is_text else f"{rule}_value: %json {json.dumps(described)}")
-        before = '"," ' if number else ""
-        parts.append(f"{before}{rule}" if number < len(required) else f"({before}{rule})?")
-    if not required and len(keys) > 1:  # A comma would stand first where the first one is left out.
-        parts = [f"{name}_0" + "".join(f' ("," {name}_{number})?' for number in range(1, len(keys)))]
-        return [f"{name}: {parts[0]} | {EMPTY}", *own]
-    return [f"{name}: {' '.join(parts) or EMPTY}", *own]
+    required, optional = ([rules[key] for key in keys] for keys in (known.required, known.optional))
+    return [f"{name}: {separated(required, optional, _COMMA)}", *own]
 
 
 FUNCTION_GEMMA = ToolFormat(

@@ -9,10 +9,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from specrun.text.tool_formats.base import EMPTY, CallReader, Schema, Spelling, ToolFormat, text_of
+from specrun.text.tool_formats.base import CallReader, Schema, Spelling, ToolFormat, arguments_of, separated, text_of
 
 _WORDS = {"true": True, "false": False, "null": None}
 """JSON's, which models write in Python too."""
+_COMMA = '", "'
 
 
 class PythonCall(CallReader):
@@ -72,20 +73,14 @@ def _value(node: ast.expr) -> Any:
 
 
 def _rules(name: str, schema: Schema, _added: Mapping[str, int]) -> list[str]:
-    """Required arguments first, then some of the others, each as JSON writes it."""
-    properties = schema.get("properties") or {}
-    required = [key for key in properties if key in (schema.get("required") or [])]
-    others = [key for key in properties if key not in required]
-    own = [f"{name}_v{number}: %json {json.dumps(properties[key])}" for number, key in enumerate(properties)]
-    rule = {key: f"{json.dumps(key + '=')} {name}_v{number}" for number, key in enumerate(properties)}
-    tails = "".join(f' (", " {rule[key]})?' for key in others)
-    if required:
-        return [f"{name}: " + ' ", " '.join(rule[key] for key in required) + tails, *own]
-    ways = [
-        rule[key] + "".join(f' (", " {rule[other]})?' for other in others[number + 1 :])
-        for number, key in enumerate(others)
+    """Each as JSON writes it."""
+    known = arguments_of(schema)
+    own = [
+        f"{name}_v{number}: %json {json.dumps(described)}" for number, described in enumerate(known.schemas.values())
     ]
-    return [f"{name}: " + " | ".join([*ways, EMPTY]), *own]
+    rules = {key: f"{json.dumps(f'{key}=')} {name}_v{number}" for number, key in enumerate(known.schemas)}
+    required, optional = ([rules[key] for key in keys] for keys in (known.required, known.optional))
+    return [f"{name}: {separated(required, optional, _COMMA)}", *own]
 
 
 PYTHONIC = ToolFormat(

@@ -8,7 +8,16 @@ from collections.abc import Callable, Mapping
 import regex
 from typing_extensions import override
 
-from specrun.text.tool_formats.base import EMPTY, LONGEST_HELD, CallReader, Schema, literal, property_of, text_of, typed
+from specrun.text.tool_formats.base import (
+    EMPTY,
+    LONGEST_HELD,
+    CallReader,
+    Schema,
+    arguments_of,
+    literal,
+    text_of,
+    typed,
+)
 
 
 class XmlArguments(CallReader):
@@ -50,7 +59,7 @@ class XmlArguments(CallReader):
         return ""
 
     def _add(self, key: str, value: str) -> None:
-        written = text_of(typed(value, property_of(self._schema, key)))
+        written = text_of(typed(value, arguments_of(self._schema).schemas.get(key)))
         self.arguments += f"{', ' if self._keys else '{'}{text_of(key)}: {written}"
         self._keys.add(key)
 
@@ -77,11 +86,10 @@ def xml_rules(head: str, tail: str) -> Callable[[str, Schema, Mapping[str, int]]
     """Rules of a grammar for such arguments, in the order of the schema; ``KEY`` in ``head`` is an argument's name."""
 
     def rules(name: str, schema: Schema, added: Mapping[str, int]) -> list[str]:
-        required, parts, own = schema.get("required") or [], [], []
-        properties = schema.get("properties")
-        for number, (key, described) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
+        parts, own, known = [], [], arguments_of(schema)
+        for number, (key, described) in enumerate(known.schemas.items()):
             rule = f"{name}_{number}"
-            parts.append(rule if key in required else f"{rule}?")
+            parts.append(rule if key in known.required else f"{rule}?")
             own += _argument(rule, literal(head.replace("KEY", key), added), described, tail, added)
         return [f"{name}: {' '.join(parts) or EMPTY}", *own]
 
