@@ -31,7 +31,10 @@ def open_round(
             "the CPU, or the target for the GPU"
         )
     if not on_host:
-        if config.bit_exact:
-            raise BackendError(f"--bit_exact: {target.directory} is for GPUs, whose bits are not probed")
+        if config.bit_exact and not target.config.is_batch_invariant:
+            raise BackendError(
+                f"--bit_exact: {target.directory} is of {target.config.backend.name}, whose bits on GPUs depend on the "
+                "shape of a pass; build it with --backend cuda"
+            )
         return open_on_gpus(target, draft, draft_len, rows, config, show)
     return open_on_host(target, draft, draft_len, rows, config)

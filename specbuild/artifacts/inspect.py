@@ -100,7 +100,11 @@ def _ranks(config: EngineConfig) -> dict[str, str]:
     return {"tp_size": f"{config.build_config.tp_size} ranks compute it together; their weights: {weights}"}
 
 
-_ANY = {"tensorrt_rtx": "any RTX GPU", "onnxruntime": "any NVIDIA GPU"}
+_ANY = {
+    "tensorrt_rtx": "any RTX GPU",
+    "onnxruntime": "any NVIDIA GPU",
+    "cuda": "any NVIDIA GPU of compute capability 8.0 or newer",
+}
 
 
 def _engine(config: EngineConfig, show_all: bool) -> str:

@@ -71,7 +71,8 @@ def _choose(
 ) -> tuple[str, Compiler, str]:
     import_package("onnx")  # Before our modules that import it, so that Ctrl-C does not break it off.
     from specbuild.compilers.cpu.compile import compile_graph
-    from specbuild.compilers.cuda.compile import copy_graph
+    from specbuild.compilers.cuda.compile import compile_layers
+    from specbuild.compilers.ort_cuda.compile import copy_graph
     from specbuild.compilers.tensorrt import compile as tensorrt
 
     if backend == "onnxruntime" and device == "cuda":
@@ -96,6 +97,8 @@ def _choose(
         return "onnxruntime", compile_graph, reason
     if backend == "onnxruntime":
         return backend, compile_graph, "asked for"
+    if backend == "cuda":
+        return backend, compile_layers, "asked for"
     problem = tensorrt.why_unusable(backend, gpu)
     if problem is not None:
         hint = "; --backend tensorrt_rtx compiles plans without a GPU" if backend == "tensorrt" else ""

@@ -16,7 +16,7 @@ from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import BuildConfigError
 from specrun.yaml_file import read_settings
 
-Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]
+Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx", "cuda"]
 
 DEFAULT_INPUT_LEN, DEFAULT_SEQ_LEN = 3200, 4800
 

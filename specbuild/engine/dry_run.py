@@ -12,6 +12,7 @@ _COMPILES = {
     "onnxruntime": "writing the weights; for a CPU also about a hundred passes of the engine, to compare their bits",
     "tensorrt": "TensorRT's builder, which times kernels for every profile",
     "tensorrt_rtx": "TensorRT-RTX's builder, once for all compute capabilities; kernels are compiled when it is run",
+    "cuda": "laying out and writing the weights; kernels are compiled when it is run",
 }
 """Slowest part of a build, by backend. Its time depends on the machine and is not estimated."""
 
@@ -19,7 +20,7 @@ _COMPILES = {
 def describe_plan(plan: EnginePlan) -> str:
     """A page for people. Nothing is written."""
     build, options = plan.build, plan.options
-    profiles = build.profiles if plan.backend != "onnxruntime" else []
+    profiles = build.profiles if plan.backend.startswith("tensorrt") else []
     facts = {
         "engine": str(options.output_dir),
         "would be": "left as it is: it is up to date" if plan.is_there else "built",

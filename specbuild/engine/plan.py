@@ -22,6 +22,7 @@ from specrun.devices.driver import compute_capability, gpu_name
 from specrun.devices.processor import describe_processor
 from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.engine_dir.config import GRAPH_NAME, BuildConfig, Provenance
+from specrun.engine_dir.layers import KERNELS
 from specrun.errors import BackendError, BuildConfigError
 from specrun.optional_packages import import_package
 
@@ -79,10 +80,10 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
     backend, compiler, reason = choose(
         options.backend, options.device, options.compute_capabilities, options.timing_cache
     )
-    if options.multiple_profiles and backend == "onnxruntime":
+    if options.multiple_profiles and backend in ("onnxruntime", "cuda"):
         raise BackendError(
-            "--multiple_profiles: an engine of onnxruntime has no profiles; leave it out, or give --backend tensorrt "
-            "or tensorrt_rtx"
+            f"--multiple_profiles: an engine of {backend} has no profiles; leave it out, or give --backend tensorrt or "
+            "tensorrt_rtx"
         )
     if options.kv_cache_dtype != "auto":
         _check_cache(options, checkpoint, backend)
@@ -96,7 +97,8 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
         )
     if options.tp_size > 1:
         _check_ranks(options, checkpoint, device)
-    versions = {backend: import_package(backend).__version__, **releases(*_MAKERS)}
+    release = KERNELS if backend == "cuda" else import_package(backend).__version__
+    versions = {backend: release, **releases(*_MAKERS)}
     if device == "cpu":
         versions["cpu_operators"] = str(cpu_operators.VERSION)
     made = provenance(
@@ -121,10 +123,10 @@ def _check_ranks(options: EngineOptions, checkpoint: CheckpointConfig, device: s
         raise BuildConfigError(
             f"--tp_size: {options.checkpoint_dir} is a draft head, which one rank computes; leave it out"
         )
-    if device == "cuda" and options.backend == "onnxruntime":
+    if device == "cuda" and options.backend in ("onnxruntime", "cuda"):
         raise BackendError(
-            "--tp_size: engines of onnxruntime are divided for CPUs only; leave out --device cuda, or give --backend "
-            "tensorrt or tensorrt_rtx"
+            "--tp_size: only engines for CPUs and those of TensorRT are divided; give --backend tensorrt or "
+            "tensorrt_rtx, or --backend onnxruntime without --device cuda"
         )
 
 

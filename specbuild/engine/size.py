@@ -73,7 +73,7 @@ def build_memory(plan: EnginePlan) -> int:
 
     For a CPU: that of running the engine for short texts. Kernels lay out quantized weights anew, in 8 bits at most.
     """
-    if plan.backend != "onnxruntime":
+    if plan.backend.startswith("tensorrt"):
         return _OF_TENSORRT * weight_bytes(plan)
     if plan.device == "cuda":  # Files are copied.
         return _OF_A_GRAPH

@@ -72,17 +72,20 @@ class CudaDevice(Device):
         self._done: Any = None
         """The event that others wait for. One is enough: a wait is for what was recorded last before it."""
 
-    def add_kernels(self, text: str, threads: Mapping[str, int], cooperative: Collection[str] = ()) -> None:
+    def add_kernels(
+        self, text: str, threads: Mapping[str, int], cooperative: Collection[str] = (), prefix: str = ""
+    ) -> None:
         """Compile ``text``, so that ``launch`` knows the kernels named in ``threads``, in blocks of so many threads.
 
-        The blocks of ``cooperative`` kernels along the grid's third dimension wait for each other.
+        The blocks of ``cooperative`` kernels along the grid's third dimension wait for each other. prefix: of the names
+        that ``launch`` knows.
         """
         with self._errors("does not take kernels"):
             self.activate()
             code = compile_kernels(self.arch, text)
             self._code.append(code)
             self._kernels |= {
-                name: (code.get_kernel(name), count, name in cooperative) for name, count in threads.items()
+                prefix + name: (code.get_kernel(name), count, name in cooperative) for name, count in threads.items()
             }
 
     def free_memory(self) -> tuple[int, int]:

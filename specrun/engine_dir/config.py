@@ -44,17 +44,21 @@ WEIGHTS_NAME = "model.onnx.data"
 PLAN_SUFFIX = ".engine"
 PLAN_NAME = f"rank0{PLAN_SUFFIX}"
 """TensorRT's serialized engine."""
+LAYERS_NAME = "layers.json"
+"""Layers for specrun's own CUDA kernels."""
+LAYER_WEIGHTS_NAME = "layers.json.data"
 _NEW_POSITIONS = 2048
 """Positions of one pass, in engines whose new keys and values have memory of their own."""
 KINDS = {"engine": "an engine directory", "checkpoint": "a checkpoint directory"}
 """What ``specbuild`` writes, by the ``kind`` in its config.json."""
 
 SpeculativeMode = Literal["none", "draft_tokens_external"]
-BackendName = Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
+BackendName = Literal["onnxruntime", "tensorrt", "tensorrt_rtx", "cuda"]
 ENGINE_FILES: dict[BackendName, str] = {
     "onnxruntime": GRAPH_NAME,
     "tensorrt": PLAN_NAME,
     "tensorrt_rtx": PLAN_NAME,
+    "cuda": LAYERS_NAME,
 }
 """The file that each backend loads."""
 
@@ -306,7 +310,7 @@ class BackendInfo(Strict):
     needs_cpu_operators: int = Field(default=0, ge=0)
     """The version of specrun's own CPU operators that its graph has; 0: none."""
     capturable: bool = False
-    """Whether ONNX Runtime's kernels were seen to work in CUDA graphs."""
+    """Whether its kernels work in CUDA graphs."""
     skips_unused_tokens: bool = False
     """Whether padding (``UNUSED_TOKEN``) costs nothing: a pass takes as long as its rows have tokens together."""
 
@@ -355,6 +359,11 @@ class EngineConfig(Strict):
     def writes_cache(self) -> bool:
         """Whether the engine writes new keys and values into the cache. Otherwise they are outputs of their own."""
         return all(tensor.aliases for tensor in self.io if tensor.name in self.graph.present_names)
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a token's logits are the same bits whatever stands beside it, by the kernels' order of sums."""
+        return self.backend.name == "cuda"
 
     @property
     def reads_hidden(self) -> bool:

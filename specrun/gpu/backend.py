@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from specrun.devices import Device, DeviceArray
+from specrun.devices.cuda import CudaDevice
 from specrun.devices.driver import compute_capability, why_no_gpu
 from specrun.engine_dir.config import BackendName, EngineConfig
 from specrun.engine_dir.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
@@ -98,7 +99,7 @@ def why_no_gpu_backend(name: BackendName) -> str | None:
 
 
 def open_device_backend(
-    directory: Path, config: EngineConfig, devices: Sequence[Device], cache_owner: DeviceBackend | None = None
+    directory: Path, config: EngineConfig, devices: Sequence[CudaDevice], cache_owner: DeviceBackend | None = None
 ) -> DeviceBackend:
     """Load an engine onto a GPU, or one of several ranks onto as many. cache_owner: of a head, its target on its GPU.
 
@@ -109,6 +110,10 @@ def open_device_backend(
         from specrun.gpu.ort import OrtDeviceBackend
 
         return OrtDeviceBackend(directory, config, device, cache_owner)
+    if config.backend.name == "cuda":
+        from specrun.gpu.decoder.backend import CudaBackend
+
+        return CudaBackend(directory, config, device)
     if config.build_config.tp_size > 1:
         from specrun.gpu.trt_ranks import TrtRanks
 

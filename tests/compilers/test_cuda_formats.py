@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 
-from specbuild.compilers.cuda.formats import can_be_captured, has_float4, split_block_scales
+from specbuild.compilers.ort_cuda.formats import can_be_captured, has_float4, split_block_scales
 from specbuild.graph.ops import to_bytes
 from specrun.backends.ort_session import session_options
 

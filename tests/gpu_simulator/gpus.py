@@ -170,7 +170,7 @@ def _compile(path: Path, arguments: Sequence[str]) -> None:
 @functools.cache
 def build_kernels(text: str) -> Path:
     """A library of the kernels of a PTX module. Raises PtxError."""
-    sources = [_DRIVER / "kernel.hpp", _DRIVER / "arithmetic.hpp", Path(ptx.__file__)]
+    sources = [*_DRIVER.glob("*.hpp"), Path(ptx.__file__)]
     key = b"".join([text.encode(), *(path.read_bytes() for path in sources), repr(_COMPILER).encode()])
     path = _CACHE / f"kernels-{hashlib.sha256(key).hexdigest()[:16]}.so"
     with _alone(path):

@@ -15,7 +15,7 @@ _SPECIAL = re.compile(r"%(tid|ctaid|ntid|nctaid)\.([xyz])")
 _AXES = {"x": 0, "y": 1, "z": 2}
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)\s*([^{]*)\{(.*?)\n\}", re.DOTALL)
 _PARAMETER = re.compile(r"\.param \.(?:align (\d+) )?\.?([bus]\d+|f\d+) (\w+)(?:\[(\d+)\])?")
-_SHARED = re.compile(r"\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\];")
+_SHARED = re.compile(r"\.shared \.align (\d+) \.[bfsu](\d+) (\w+)(?:\[(\d+)\])?;")
 _ORDERED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">"}
 
 
@@ -66,10 +66,10 @@ def kernels(ptx: str) -> list[Kernel]:
 def _shared(text: str) -> tuple[dict[str, int], int]:
     """Where every shared variable lies, and the bytes of all."""
     places, end = {}, 0
-    for align, name, size in _SHARED.findall(text):
+    for align, bits, name, count in _SHARED.findall(text):
         end = -(-end // int(align)) * int(align)
         places[name] = end
-        end += int(size)
+        end += int(bits) // 8 * int(count or 1)
     return places, end
 
 
@@ -97,6 +97,7 @@ def _kernel(match: re.Match[str], text: str, shared: dict[str, int], shared_byte
         [
             '#include "arithmetic.hpp"',
             '#include "kernel.hpp"',
+            '#include "tiles.hpp"',
             "using namespace gpu;",
             f"static Range ranges[{function.ranges + 1}];",
             "static void run(Thread* thread, const char* parameters) {",
@@ -220,7 +221,14 @@ _BINARY = {
     "shl": "left({0}, u32({1}))",
     "shr": "right({0}, u32({1}))",
 }
-_UNARY = {"neg": "-{0}", "not": "~{0}", "abs": "std::abs({0})", "mov": "{0}", "sqrt": "std::sqrt({0})"}
+_UNARY = {
+    "neg": "-{0}",
+    "not": "~{0}",
+    "abs": "std::abs({0})",
+    "mov": "{0}",
+    "sqrt": "std::sqrt({0})",
+    "rcp": "1 / {0}",
+}
 
 
 def _instruction(words: list[str], operands: list[str], line: int, function: _Function) -> str:
@@ -324,6 +332,8 @@ def _selp(words: list[str], operands: list[str], line: int, function: _Function)
 
 def _cvt(words: list[str], operands: list[str], line: int, function: _Function) -> str:
     *flags, to, source = words[1:]
+    if (flags, to, source) == (["rn"], "bf16", "f32"):
+        return f"{_register(operands[0])} = round_to_bf16({_value(operands[1], 'f32', function)});"
     to, source = _type(to), _type(source)
     value = _value(operands[1], source, function)
     to_float, from_float = to[0] == "f", source[0] == "f"
@@ -449,6 +459,25 @@ def _vote(words: list[str], operands: list[str], line: int, function: _Function)
     return f"{_register(to)} = {received};"
 
 
+def _prmt(words: list[str], operands: list[str], line: int, function: _Function) -> str:
+    if words[1:] != ["b32"]:
+        raise ValueError("this permutation")
+    values = [_value(operand, "u32", function) for operand in operands[1:]]
+    return _store(operands[0], "u32", f"permute_bytes({', '.join(values)})")
+
+
+def _mma(words: list[str], operands: list[str], line: int, function: _Function) -> str:
+    number = {"f16": "Half", "bf16": "Bfloat"}[words[-2]]
+    if words[1:] != ["sync", "aligned", "m16n8k16", "row", "col", "f32", words[-2], words[-2], "f32"]:
+        raise ValueError("this product")
+    to, a, b, c = ([part.strip() for part in operand.strip("{}").split(",")] for operand in operands)
+    left, right = (", ".join(_value(part, "u32", function) for part in parts) for parts in (a, b))
+    sums = ", ".join(_value(part, "f32", function) for part in c)
+    stores = " ".join(_store(part, "f32", f"own.c[{index}]") for index, part in enumerate(to))
+    work = f"thread->services->together(thread, &own, multiply<{number}>, {line});"
+    return f"Fragment own{{{{{left}}}, {{{right}}}, {{{sums}}}}}; {work} {stores}"
+
+
 def _bfi(words: list[str], operands: list[str], line: int, function: _Function) -> str:
     kind = _type(words[-1])
     kinds = (kind, kind, "u32", "u32")
@@ -474,6 +503,8 @@ _OTHERS: dict[str, _Translate] = {
     "cvt": _cvt,
     "cvta": _cvta,
     "bfi": _bfi,
+    "mma": _mma,
+    "prmt": _prmt,
     "bra": _branch,
     "bar": _barrier,
     "shfl": _shuffle,

@@ -19,7 +19,7 @@ _PLACES = {"QuantizedMatMul": (4, 5), "FloatMatMul": (2, 3)}
 """Positions of two inputs of each operator: ``other`` of its prologue, and the residual."""
 
 
-class _Made(NamedTuple):
+class Prologue(NamedTuple):
     """The prologue of a product: how its activations are computed from ``x``."""
 
     kind: int
@@ -41,9 +41,20 @@ def fuse_into_products(model: ir.Model) -> int:
     return before - len(model.graph)
 
 
+def prologue_of(node: ir.Node) -> Prologue | None:
+    """How one of our products computes its activations; None where they are given, or it is another operator."""
+    kind = node.attributes.get_int("made", 0) if node.op_type in _PLACES else 0
+    if not kind:
+        return None
+    x, other = node.inputs[0], node.inputs[_PLACES[node.op_type][0]]
+    assert x is not None and other is not None
+    return Prologue(kind, x, other, node.attributes.get_float("epsilon", 0.0))
+
+
 def normalizes(node: ir.Node) -> bool:
     """Whether a node is one of our products, and normalizes its input."""
-    return node.op_type in _PLACES and node.attributes.get_int("made") == NORMALIZED
+    prologue = prologue_of(node)
+    return prologue is not None and prologue.kind == NORMALIZED
 
 
 def residual_of(node: ir.Node) -> ir.Value | None:
@@ -64,7 +75,7 @@ def _make_activations(node: ir.Node) -> None:
     node.attributes["epsilon"] = ir.AttrFloat32("epsilon", made.epsilon)
 
 
-def _made(x: ir.Value) -> _Made | None:
+def _made(x: ir.Value) -> Prologue | None:
     """None where they are given: others read them too, or they are made in another way."""
     node = _only(x)
     if node is None:
@@ -75,12 +86,12 @@ def _made(x: ir.Value) -> _Made | None:
         epsilon = node.attributes.get_float("epsilon", 1e-5)
         if axis != -1 or inner is None or scale is None or _length(scale) is None:
             return None
-        return _Made(NORMALIZED, inner, scale, epsilon)
+        return Prologue(NORMALIZED, inner, scale, epsilon)
     if node.op_type != "Mul":
         return None
     for activated, other in (node.inputs, reversed(node.inputs)):
         if activated is not None and other is not None and (gate := _gate(activated)) is not None:
-            return _Made(*gate, other) if not other.is_initializer() and other is not activated else None
+            return Prologue(*gate, other) if not other.is_initializer() and other is not activated else None
     return None
 
 

@@ -32,11 +32,24 @@ _LONGEST_BLOCK = 1 << 16
 """Sums of so many products of 8-bit numbers fit into 32 bits."""
 
 
-def use_own_products(model: ir.Model) -> int:
+class FloatLayout(NamedTuple):
+    """How an operator wants weights that are numbers."""
+
+    dtype: ir.DataType
+    shape: Callable[[int], tuple[int, int]]
+    """Shape of what 16 columns of K numbers become."""
+    pack: Callable[[Floats], npt.NDArray[Any]]
+    """Makes [N / 16, *shape] of [K, N]."""
+
+
+CPU_LAYOUT = FloatLayout(ir.DataType.FLOAT, lambda inputs: (inputs, COLUMNS), pack_floats)
+
+
+def use_own_products(model: ir.Model, layout: FloatLayout = CPU_LAYOUT) -> int:
     """Let the products of ``model``, in float32, be computed by our operators where they take them, in place.
 
     Returns how many there are. Products of one input are computed together. The weights in the operator's layout are
-    computed when they are read.
+    computed when they are read. layout: of weights that are numbers.
     """
     nodes = list(model.graph)  # Not those in branches: ONNX Runtime has experts' codes there.
     products = [own for node in nodes if node.op_type == "MatMul" and (own := _product(node)) is not None]
@@ -57,13 +70,13 @@ def use_own_products(model: ir.Model) -> int:
     if not groups:
         return 0
     for group in groups:
-        packed = _replace(model.graph, group)
+        packed = _replace(model.graph, group, layout)
         for lookup in lookups.pop(group[0].weight.place, []) if len(group) == 1 else ():
             _look_up(model.graph, lookup, packed)
     for left in lookups.values():
         for lookup in left:
             if lookup.weight.bits != 32:  # Numbers that no product has stay as they are.
-                _look_up(model.graph, lookup, _pack(model.graph, [lookup.weight], lookup.block))
+                _look_up(model.graph, lookup, _pack(model.graph, [lookup.weight], lookup.block, layout))
     model.opset_imports[DOMAIN] = VERSION
     return sum(map(len, groups))
 
@@ -288,9 +301,9 @@ def _lookup(gather: ir.Node) -> _Product | None:
     return _Product(replace(table, minima=minima), (gather, added.add), (added.left, added.product))
 
 
-def _replace(graph: ir.Graph, group: list[_Product]) -> _Packed:
+def _replace(graph: ir.Graph, group: list[_Product], layout: FloatLayout) -> _Packed:
     """Let one node compute the products, whose weights lie side by side. Returns these."""
-    first, packed = group[0], _pack(graph, [product.weight for product in group], group[0].block)
+    first, packed = group[0], _pack(graph, [product.weight for product in group], group[0].block, layout)
     name = f"{first.nodes[0].name}.product"
     operator = "FloatMatMul" if first.weight.bits == 32 else "QuantizedMatMul"
     inputs: list[ir.Value | None] = [first.x, packed.lines]
@@ -337,7 +350,7 @@ class _Packed(NamedTuple):
     """Attributes of the operators."""
 
 
-def _pack(graph: ir.Graph, weights: list[_Weight], block: int) -> _Packed:
+def _pack(graph: ir.Graph, weights: list[_Weight], block: int, layout: FloatLayout) -> _Packed:
     """Weights of one kind, side by side. block: inputs that are rounded with one scale."""
     rows, bits = weights[0].shape[0], weights[0].bits
 
@@ -373,7 +386,8 @@ def _pack(graph: ir.Graph, weights: list[_Weight], block: int) -> _Packed:
     columns = [weight.shape[1] for weight in weights]
     sizes: dict[str, int | list[int]] = {"K": rows, "N": columns}
     if bits == 32:
-        return _Packed(joined("lines", ir.DataType.FLOAT, (rows, COLUMNS), _floats), [], None, sizes)
+        read = functools.partial(_floats, layout=layout)
+        return _Packed(joined("lines", layout.dtype, layout.shape(rows), read), [], None, sizes)
     lines = joined("lines", ir.DataType.UINT8, packed_shape(*weights[0].shape, bits)[1:], _codes)
     scales = block_values("strips", [weight.scales for weight in weights])
     scales += block_values("minima", [weight.minima for weight in weights])
@@ -385,9 +399,9 @@ def _pack(graph: ir.Graph, weights: list[_Weight], block: int) -> _Packed:
     return _Packed(lines, scales, zeros, sizes | {"bits": bits, "block_size": block, "middle": weights[0].middle})
 
 
-def _floats(weight: _Weight) -> Floats:
+def _floats(weight: _Weight, layout: FloatLayout) -> npt.NDArray[Any]:
     numbers = as_float32(weight.codes)
-    return pack_floats(numbers.T if weight.is_transposed else numbers)
+    return layout.pack(numbers.T if weight.is_transposed else numbers)
 
 
 def _codes(weight: _Weight) -> npt.NDArray[np.uint8]:

@@ -1,1 +1,1 @@
-"""ONNX to an engine of ONNX Runtime for CUDA."""
+"""Compiles a checkpoint for specrun's own CUDA kernels: its layers, and weights in tiles of tensor cores."""

@@ -1,78 +1,133 @@
-"""Takes the checkpoint's own graph for ONNX Runtime on CUDA, which optimizes it on the GPU when it loads it.
+"""Compiles a checkpoint for specrun's own CUDA kernels, which needs no GPU: they are compiled where they run.
 
-Only masks that would keep ONNX Runtime from Flash attention are left out, and what its kernels do not take is written
-in formats that they take and that can be captured.
+The passes that make a CPU engine's graph make one of a few operators. Its layers are written down in ``layers.json``,
+and its weights in the layout of tensor cores.
 """
 
 from __future__ import annotations
 
 import platform
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from pydantic import ValidationError
 
 from specbuild.compilers import Compiled
-from specbuild.compilers.cuda import formats
+from specbuild.compilers.cpu.attention import fuse_cached_attention
+from specbuild.compilers.cpu.fusions import fuse_into_products
+from specbuild.compilers.cpu.products import use_own_products
+from specbuild.compilers.cpu.wanted import take_wanted_tokens_first
+from specbuild.compilers.cuda.layers import Tensors, UnsupportedLayerError, read_embedding, read_head, read_layers
+from specbuild.compilers.cuda.tiles import tile_layout
 from specbuild.compilers.graph_io import describe_io
 from specbuild.graph import ops as graphs
-from specbuild.graph.causal_mask import drop_causal_masks
-from specbuild.graph.untie import untie_heads
-from specrun.backends.ort import session_options
-from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo
+from specrun.engine_dir.config import (
+    GRAPH_NAME,
+    LAYER_WEIGHTS_NAME,
+    LAYERS_NAME,
+    BackendInfo,
+    BuildConfig,
+    GraphInfo,
+)
+from specrun.engine_dir.layers import ALIGNMENT, KERNELS, Decoder, StoredTensor
 from specrun.errors import BuildError
 
+_DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+_OTHERS = "build with --backend tensorrt, or --backend onnxruntime --device cuda"
 
-def copy_graph(
+
+def compile_layers(
     checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
 ) -> Compiled:
-    """Take the graph for CUDA, in the formats that its kernels take; needs no GPU. See ``Compiler``."""
-    ort, _ = session_options()
-    if graph.states:
+    """Write the layers and the weights of a dense decoder. See ``Compiler``."""
+    if graph.dtype not in _DTYPES:
         raise BuildError(
-            f"{checkpoint}: ONNX Runtime does not run recurrent layers on CUDA; leave out --device cuda, or give "
-            "--backend tensorrt or tensorrt_rtx"
+            f"{checkpoint}: tensor cores multiply 16-bit numbers; convert with --dtype bfloat16 or float16"
         )
-    if graph.kv_cache_dtype:
-        raise BuildError(
-            f"{checkpoint}: keys and values in {graph.kv_cache_dtype}: engines of ONNX Runtime for CUDA have no 8-bit "
-            "caches here; convert without --kv_cache_dtype, or build with --backend tensorrt"
-        )
+    if graph.quantized or graph.kv_cache_dtype:
+        raise BuildError(f"{checkpoint}: --backend cuda has no weights or caches in few bits yet; {_OTHERS}")
+    if graph.features or graph.states:
+        raise BuildError(f"{checkpoint}: --backend cuda runs dense decoders, without a draft head; {_OTHERS}")
     model = ir.load(checkpoint / GRAPH_NAME)
-    if formats.has_float4(model):
-        raise BuildError(
-            f"{checkpoint}: ONNX Runtime has no float4 weights on CUDA; build with --backend tensorrt or tensorrt_rtx"
-        )
-    untied = untie_heads(model)
-    if not untied:
-        shutil.copyfile(checkpoint / WEIGHTS_NAME, output / WEIGHTS_NAME)
-    advance(1.0)
-    notes = ["optimized on the GPU when it is loaded"]
-    formats.split_block_scales(model)
-    if graph.dtype != "float32":  # Flash attention has no float32.
-        dropped, total = drop_causal_masks(model, build.cache_length)
-        if total:
-            others = "; the others need a mask" if dropped < total else ""
-            notes.append(f"Flash attention is possible in {dropped} of {total} attention layers{others}")
-    capturable = formats.can_be_captured(model)
     io = describe_io(model)
-    if untied:
-        graphs.save(model, output / GRAPH_NAME)
-    else:
-        (output / GRAPH_NAME).write_bytes(graphs.to_bytes(model))
-    if not capturable:
-        notes.append("rounds are queued call by call: not all of its operators are known to work in CUDA graphs")
+    try:
+        decoder, tensors = _read(model, graph, build)
+    except (UnsupportedLayerError, ValidationError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise BuildError(f"{checkpoint}: --backend cuda runs dense decoders only: {reason}; {_OTHERS}") from error
+    advance(0.1)
+    with (output / LAYER_WEIGHTS_NAME).open("wb") as file:
+        for stored, numbers in _in_order(decoder, tensors):
+            file.write(bytes(stored.offset - file.tell()))
+            numbers.tofile(file)
+            advance(0.9 / len(decoder.tensors))
+    (output / LAYERS_NAME).write_text(decoder.model_dump_json(indent=1, exclude_defaults=True), encoding="utf-8")
     return Compiled(
-        backend=BackendInfo(
-            name="onnxruntime",
-            version=ort.__version__,
-            device="cuda",
-            machine=platform.machine(),
-            capturable=capturable,
-        ),
+        backend=BackendInfo(name="cuda", version=KERNELS, device="cuda", machine=platform.machine(), capturable=True),
         graph=graph,
         io=io,
-        files=[GRAPH_NAME, WEIGHTS_NAME],
-        notes=notes,
+        files=[LAYERS_NAME, LAYER_WEIGHTS_NAME],
+        notes=[f"{len(decoder.layers)} layers for specrun's own kernels, compiled on the GPU when it is loaded"],
     )
+
+
+def _read(model: ir.Model, graph: GraphInfo, build: BuildConfig) -> tuple[Decoder, Tensors]:
+    """The layers of a graph, which is rewritten, and their tensors. Raises UnsupportedLayerError, ValidationError."""
+    layout = tile_layout(_DTYPES[graph.dtype])
+    graphs.widen_to_float32(model)
+    take_wanted_tokens_first(model)
+    use_own_products(model, layout)
+    RemoveUnusedNodesPass()(model)
+    fuse_into_products(model)
+    fuse_cached_attention(model, build.cache_length)
+    tensors = Tensors()
+    embedding = read_embedding(model.graph, tensors, layout)
+    layers, stream = read_layers(model.graph, embedding.stream, graph.layers, tensors)
+    norm, head, softcap = read_head(model.graph, stream, tensors)
+    caches = graph.caches
+    decoder = Decoder(
+        dtype=graph.dtype,
+        width=embedding.width,
+        vocab_size=graph.vocab_size,
+        cache_length=build.cache_length,
+        num_heads=layers[0].heads.outputs // caches[0].head_dim - 2 * caches[0].heads,
+        num_kv_heads=caches[0].heads,
+        head_dim=caches[0].head_dim,
+        embedding=embedding.weight,
+        embedding_scale=embedding.scale,
+        layers=layers,
+        norm=norm,
+        head=head,
+        logits_softcap=softcap,
+        tensors=_places(tensors),
+    )
+    return decoder, tensors
+
+
+def _places(tensors: Tensors) -> dict[str, StoredTensor]:
+    """Where each tensor lies in the file."""
+    places: dict[str, StoredTensor] = {}
+    end = 0
+
+    def add(name: str, shape: tuple[int, ...], dtype: Any) -> None:
+        nonlocal end
+        places[name] = StoredTensor(offset=end, shape=shape, dtype=dtype)
+        end = -(-(end + places[name].nbytes) // ALIGNMENT) * ALIGNMENT
+
+    for name, weight in tensors.weights.items():
+        add(name, tuple(weight.shape.numpy()), "uint16")
+    for name, vector in tensors.vectors.items():
+        add(name, vector.shape, "float32")
+    return places
+
+
+def _in_order(decoder: Decoder, tensors: Tensors) -> Iterator[tuple[StoredTensor, npt.NDArray[Any]]]:
+    """Every tensor with its place, one after the other; weights are computed now."""
+    for name, stored in decoder.tensors.items():
+        numbers = tensors.weights[name].numpy() if name in tensors.weights else tensors.vectors[name]
+        yield stored, np.ascontiguousarray(numbers, stored.dtype)

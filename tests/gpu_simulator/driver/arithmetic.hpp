@@ -21,6 +21,7 @@ using u64 = uint64_t;
 using s16 = int16_t;
 using s32 = int32_t;
 using s64 = int64_t;
+using f16 = _Float16;
 using f32 = float;
 using f64 = double;
 
@@ -50,6 +51,14 @@ INLINE f32 rounded_sum(f64 a, f64 b, int direction) {
 
 INLINE f32 fma_down(f32 a, f32 b, f32 c) { return rounded_sum(static_cast<f64>(a) * b, c, -1); }
 INLINE f32 add_to_zero(f32 a, f32 b) { return rounded_sum(a, b, 0); }
+
+// bfloat16: the upper half of a float.
+INLINE f32 widen_bf16(u16 bits) { return std::bit_cast<f32>(static_cast<u32>(bits) << 16); }
+INLINE u16 round_to_bf16(f32 value) {
+  u32 bits = std::bit_cast<u32>(value);
+  if (std::isnan(value)) return 0x7fff;
+  return static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // To the nearest, a tie to even.
+}
 
 INLINE f32 saturate(f32 value) { return value > 0 ? (value < 1 ? value : 1.0f) : 0.0f; }  // NaN becomes 0.
 
@@ -84,6 +93,17 @@ INLINE Word insert_bits(Word field, Word into, u32 position, u32 length) {
   if (position >= bits || !length) return into;
   Word mask = (length >= bits ? ~Word(0) : (Word(1) << length) - 1) << position;
   return (into & ~mask) | (field << position & mask);
+}
+
+// Four of the eight bytes of two words; where a selector's highest bit is set, a byte is the sign of the one it names.
+INLINE u32 permute_bytes(u32 low, u32 high, u32 selectors) {
+  u64 both = static_cast<u64>(high) << 32 | low;
+  u32 result = 0;
+  for (int i = 0; i < 4; i++) {
+    u32 selector = selectors >> 4 * i & 15, byte = static_cast<u32>(both >> (selector & 7) * 8) & 255;
+    result |= (selector & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
+  }
+  return result;
 }
 
 template <typename Word>

@@ -19,7 +19,7 @@ namespace gpu {
 namespace {
 
 // Not a power of 2, so that the stacks of a block do not fight for the same lines of the cache.
-constexpr size_t STACK = (16 << 10) + 13 * 64;
+constexpr size_t STACK = (64 << 10) + 13 * 64;
 constexpr size_t MOST_LOOKS = 1000;
 
 #ifdef __x86_64__
@@ -66,6 +66,7 @@ struct Fiber : Thread {
 struct Warp {
   uint32_t arrived = 0, ended = 0, mask = 0, values[32];
   int sources[32], line = 0;
+  void* brought[32];
 };
 
 // Who touched a word of shared memory last, and behind which barrier. Thread -1: several.
@@ -200,9 +201,8 @@ void barrier(Thread* thread, int line) {
   leave(fiber);
 }
 
-uint32_t shuffle(Thread* thread, uint32_t value, int source, uint32_t mask, int line) {
-  auto* fiber = static_cast<Fiber*>(thread);
-  Warp& warp = fiber->team->warps[fiber->rank / 32];
+// Whether a lane is the last of `mask` to come to an instruction that they do together.
+bool is_last(Fiber* fiber, Warp& warp, uint32_t mask, int line) {
   uint32_t lane = fiber->rank % 32;
   if (!(mask >> lane & 1)) give_up(fiber, LAUNCH_FAILED, "a shuffle without its own lane", line);
   if (mask & warp.ended) give_up(fiber, LAUNCH_FAILED, "a shuffle with a lane that has ended", line);
@@ -210,26 +210,47 @@ uint32_t shuffle(Thread* thread, uint32_t value, int source, uint32_t mask, int 
     give_up(fiber, LAUNCH_FAILED, "another shuffle than other lanes wait in, line " + std::to_string(warp.line), line);
   warp.mask = mask;
   warp.line = fiber->line = line;
-  warp.values[lane] = value;
-  warp.sources[lane] = source;
   warp.arrived |= 1u << lane;
   fiber->state = AT_SHUFFLE;
-  if (warp.arrived == mask) {
-    size_t first = fiber->rank - lane;
+  return warp.arrived == mask;
+}
+
+// Let the lanes that came go on; the last of them does at once.
+void release(Fiber* fiber, Warp& warp) {
+  for (uint32_t lane = 0; lane < 32; lane++) {
+    Fiber& peer = fiber->team->fibers[fiber->rank / 32 * 32 + lane % 32];
+    if (warp.mask >> lane & 1 && &peer != fiber) wake(&peer);
+  }
+  fiber->state = READY;
+  warp.arrived = 0;
+}
+
+uint32_t shuffle(Thread* thread, uint32_t value, int source, uint32_t mask, int line) {
+  auto* fiber = static_cast<Fiber*>(thread);
+  Warp& warp = fiber->team->warps[fiber->rank / 32];
+  uint32_t lane = fiber->rank % 32;
+  warp.values[lane] = value;
+  warp.sources[lane] = source;
+  if (is_last(fiber, warp, mask, line)) {
     uint32_t any = 0;
     for (uint32_t other = 0; other < 32; other++) any |= mask >> other & 1 && warp.values[other];
     for (uint32_t other = 0; other < 32; other++)
-      if (mask >> other & 1) {
-        Fiber& peer = fiber->team->fibers[first + other];
-        peer.received = source == ANY_LANE ? any : warp.values[warp.sources[other]];
-        if (&peer == fiber) peer.state = READY;  // It goes on.
-        else wake(&peer);
-      }
-    warp.arrived = 0;
+      if (mask >> other & 1)
+        fiber->team->fibers[fiber->rank - lane + other].received = source == ANY_LANE ? any : warp.values[warp.sources[other]];
+    release(fiber, warp);
   } else {
     leave(fiber);
   }
   return fiber->received;
+}
+
+void together(Thread* thread, void* brought, void (*work)(void* const*), int line) {
+  auto* fiber = static_cast<Fiber*>(thread);
+  Warp& warp = fiber->team->warps[fiber->rank / 32];
+  warp.brought[fiber->rank % 32] = brought;
+  if (!is_last(fiber, warp, ~0u, line)) return leave(fiber);
+  work(warp.brought);
+  release(fiber, warp);
 }
 
 // Another thread's turn, for a thread that looks whether memory has changed.
@@ -244,7 +265,7 @@ void fail(Thread* thread, const char* what, int line) {
   give_up(static_cast<Fiber*>(thread), LAUNCH_FAILED, std::string("not simulated: ") + what, line);
 }
 
-const Services services = {find, shared, barrier, shuffle, yield, fail};
+const Services services = {find, shared, barrier, shuffle, together, yield, fail};
 
 void begin() {
   Fiber* fiber = now->current;

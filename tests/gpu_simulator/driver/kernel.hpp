@@ -21,6 +21,8 @@ struct Services {
   void* (*shared)(Thread*, uint64_t offset, unsigned size, bool writes, int line);  // Checks for races.
   void (*barrier)(Thread*, int line);
   uint32_t (*shuffle)(Thread*, uint32_t value, int lane, uint32_t mask, int line);  // That lane's value.
+  // The lanes of a warp meet, and the last does `work` with what each of the 32 has brought.
+  void (*together)(Thread*, void* brought, void (*work)(void* const*), int line);
   void (*yield)(Thread*);
   void (*fail)(Thread*, const char* what, int line);
 };

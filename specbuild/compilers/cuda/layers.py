@@ -1,0 +1,342 @@
+"""Reads the layers of a dense decoder from the graph that CPU engines have: products, attention, residual sums.
+
+Such a graph says the same as ``Decoder``. What is checked here, node by node, is that it says nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from specbuild.compilers.cpu.attention import OPERATOR as ATTENTION
+from specbuild.compilers.cpu.fusions import GELU_GATED, NORMALIZED, SILU_GATED, prologue_of, residual_of
+from specbuild.compilers.cpu.products import FloatLayout
+from specbuild.graph.scales import constant
+from specbuild.weights.packed import Floats, as_float32, lazy
+from specrun.engine_dir.contract import INPUT_IDS, LOGITS, past_names
+from specrun.engine_dir.layers import Activation, Attention, Layer, Linear, Norm
+
+_PRODUCT, _LOOKUP = "FloatMatMul", "EmbeddingLookup"
+_ACTIVATIONS: dict[int, Activation] = {SILU_GATED: "silu", GELU_GATED: "gelu_tanh"}
+
+
+class UnsupportedLayerError(Exception):
+    """Something else than the layers of a dense decoder."""
+
+
+@dataclass
+class Tensors:
+    """What layers name."""
+
+    weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
+    """Weights of linear layers in tiles, computed when they are read."""
+    vectors: dict[str, Floats] = field(default_factory=dict)
+    """Factors of norms, biases, cosines and sines."""
+
+    def weight(self, value: ir.Value | None) -> str:
+        """The name of a weight."""
+        if value is None or value.const_value is None:
+            raise UnsupportedLayerError("a weight that is no constant")
+        self.weights[str(value.name)] = value.const_value
+        return str(value.name)
+
+    def vector(self, value: ir.Value | None) -> str:
+        """The name of constants, which Cast may stand behind."""
+        if value is None or (tensor := constant(value)) is None:
+            raise UnsupportedLayerError("numbers that are no constants")
+        self.vectors[str(value.name)] = as_float32(tensor)
+        return str(value.name)
+
+    def norm(self, node: ir.Node) -> Norm:
+        """An RMS norm."""
+        if node.attributes.get_int("axis", -1) != -1:
+            raise UnsupportedLayerError("a norm over several axes")
+        return Norm(weight=self.vector(node.inputs[1]), epsilon=node.attributes.get_float("epsilon", 1e-5))
+
+    def input_norm(self, product: ir.Node, stream: ir.Value) -> Norm | None:
+        """How a product normalizes the residual stream."""
+        prologue = prologue_of(product)
+        if product.inputs[0] is not stream or (prologue and prologue.kind != NORMALIZED):
+            raise UnsupportedLayerError(f"{product.name} reads something else than the residual stream")
+        return Norm(weight=self.vector(prologue.other), epsilon=prologue.epsilon) if prologue else None
+
+    def linear(self, product: ir.Node, bias: str | None = None) -> Linear:
+        """A product's weight, with all of its outputs."""
+        inputs, outputs = product.attributes["K"].as_int(), sum(product.attributes["N"].as_ints())
+        return Linear(weight=self.weight(product.inputs[1]), inputs=inputs, outputs=outputs, bias=bias)
+
+    def joined_bias(self, parts: Iterable[_Part], name: str) -> str | None:
+        """The name of biases of parts, one behind the other."""
+        biases = [part.bias for part in parts]
+        if all(bias is None for bias in biases):
+            return None
+        rows = [np.zeros(part.size, np.float32) if part.bias is None else part.bias for part in parts]
+        self.vectors[name] = np.concatenate(rows)
+        return name
+
+
+class _Part(NamedTuple):
+    """Some outputs of a product."""
+
+    product: ir.Node
+    first: int
+    size: int
+    bias: Floats | None = None
+    norm: Norm | None = None
+    """How its heads are normalized."""
+
+
+class Embedding(NamedTuple):
+    """Where the residual stream begins."""
+
+    stream: ir.Value
+    weight: str
+    width: int
+    scale: float
+
+
+def read_embedding(graph: ir.Graph, tensors: Tensors, layout: FloatLayout) -> Embedding:
+    """The embedding of a graph: a table of its own, or the head's. Raises UnsupportedLayerError."""
+    ids = next(value for value in graph.inputs if value.name == INPUT_IDS)
+    lookups = [use.node for use in ids.uses() if use.node.op_type in ("Gather", _LOOKUP)]
+    if len(lookups) != 1:
+        raise UnsupportedLayerError("token ids are looked up in several tables, or in none")
+    lookup, stream = lookups[0], lookups[0].outputs[0]
+    if lookup.op_type == _LOOKUP:
+        width, weight = lookup.attributes["K"].as_int(), tensors.weight(lookup.inputs[1])
+    else:
+        table = constant(lookup.inputs[0])
+        if table is None or len(table.shape) != 2:
+            raise UnsupportedLayerError("an embedding that is no table")
+        rows, width = (int(size) for size in table.shape.numpy())
+        weight = str(lookup.inputs[0].name if lookup.inputs[0] else "")
+        sizes = [-(-rows // 16), *layout.shape(width)]
+        tensors.weights[weight] = lazy(layout.dtype, sizes, lambda: layout.pack(as_float32(table).T))
+    if (cast := _only_reader(stream, "Cast")) is not None:
+        stream = cast.outputs[0]
+    scale = 1.0
+    if (times := _only_reader(stream, "Mul")) is not None:
+        factor = constant(times.inputs[0]) or constant(times.inputs[1])
+        if factor is None or factor.size != 1:
+            raise UnsupportedLayerError("an embedding with more than a factor")
+        scale, stream = float(as_float32(factor).reshape(())), times.outputs[0]
+    return Embedding(stream, weight, width, scale)
+
+
+def read_layers(graph: ir.Graph, stream: ir.Value, num_layers: int, tensors: Tensors) -> tuple[list[Layer], ir.Value]:
+    """All layers, and the residual stream behind them. Raises UnsupportedLayerError, which names the layer."""
+    attention = {
+        node.inputs[3].name: node for node in graph if node.op_type == ATTENTION and node.inputs[3] is not None
+    }
+    layers = []
+    for number in range(num_layers):
+        try:
+            if (node := attention.get(past_names(number + 1)[-2])) is None:
+                raise UnsupportedLayerError("attention that the kernels do not compute")
+            layer, stream = _layer(node, stream, tensors)
+        except UnsupportedLayerError as error:
+            raise UnsupportedLayerError(f"layer {number}: {error}") from error
+        layers.append(layer)
+    return layers, stream
+
+
+def read_head(graph: ir.Graph, stream: ir.Value, tensors: Tensors) -> tuple[Norm | None, Linear, float]:
+    """The last norm, the head, and the bound of logits, 0 without one. Raises UnsupportedLayerError."""
+    value = next(value for value in graph.outputs if value.name == LOGITS)
+    node, softcap = _producer(value, "Cast", "Mul", _PRODUCT), 0.0
+    if node.op_type == "Cast":
+        node = _producer(node.inputs[0], "Mul", _PRODUCT)
+    if node.op_type == "Mul":  # cap * tanh(x / cap)
+        times, tanh = constant(node.inputs[1]), _producer(node.inputs[0], "Tanh")
+        divided = _producer(tanh.inputs[0], "Div")
+        by = constant(divided.inputs[1])
+        if times is None or by is None or times.size != 1 or float(as_float32(times)) != float(as_float32(by)):
+            raise UnsupportedLayerError("logits that are not those of the head")
+        softcap, node = float(as_float32(times)), _producer(divided.inputs[0], _PRODUCT)
+    wanted = _producer(node.inputs[0], "GatherND")
+    if wanted.inputs[0] is not stream:
+        raise UnsupportedLayerError("between the last layer and the head is more than a norm")
+    return tensors.input_norm(node, wanted.outputs[0]), tensors.linear(node), softcap
+
+
+def _layer(node: ir.Node, stream: ir.Value, tensors: Tensors) -> tuple[Layer, ir.Value]:
+    parts = [_head_part(value, tensors) for value in node.inputs[:3]]
+    product = parts[0].product
+    bounds = np.cumsum([0, *(part.size for part in parts)]).tolist()
+    if any(part.product is not product for part in parts) or [part.first for part in parts] != bounds[:3]:
+        raise UnsupportedLayerError("queries, keys and values that do not lie side by side")
+    if parts[2].norm is not None:
+        raise UnsupportedLayerError("values that are normalized")
+    cache = node.inputs[3]
+    assert cache is not None and cache.shape is not None
+    if any(part.norm and len(tensors.vectors[part.norm.weight]) != cache.shape[3] for part in parts):
+        raise UnsupportedLayerError("queries or keys with a norm over all heads")
+    input_norm = tensors.input_norm(product, stream)
+    heads = tensors.linear(product, tensors.joined_bias(parts, f"{product.name}.bias"))
+    attention = _attention(node, parts[0].norm, parts[1].norm, tensors)
+    attended = _behind_views(node.outputs[0])
+    output, output_norm, stream = _added(attended, stream, tensors)
+    gate, up, down = _gated(stream)
+    mlp_norm = tensors.input_norm(gate.product, stream)
+    if gate.product is not up.product or (gate.first, up.first) != (0, gate.size) or gate.bias is not None:
+        raise UnsupportedLayerError("a gate that does not lie beside what is gated")
+    prologue = prologue_of(down)
+    assert prologue is not None
+    projected, down_norm, stream = _added_of(down, stream, tensors)
+    layer = Layer(
+        input_norm=input_norm,
+        heads=heads,
+        attention=attention,
+        output=output,
+        output_norm=output_norm,
+        mlp_norm=mlp_norm,
+        gate_up=tensors.linear(gate.product),
+        activation=_ACTIVATIONS[prologue.kind],
+        down=projected,
+        down_norm=down_norm,
+    )
+    return layer, stream
+
+
+def _attention(node: ir.Node, query_norm: Norm | None, key_norm: Norm | None, tensors: Tensors) -> Attention:
+    cos, sin, sinks = (*node.inputs[6:], None, None, None)[:3]
+    if sinks is not None:
+        raise UnsupportedLayerError("attention sinks")
+    if any(table is not None and table.const_value is None for table in (cos, sin)):
+        raise UnsupportedLayerError("a rotation that depends on more than positions")
+    if query_norm and key_norm and query_norm.epsilon != key_norm.epsilon:
+        raise UnsupportedLayerError("norms of queries and keys that differ in epsilon")
+    attributes = node.attributes
+    return Attention(
+        window=attributes.get_int("window", 0),
+        scale=attributes.get_float("scale", 0.0),
+        softcap=attributes.get_float("softcap", 0.0),
+        rotated=attributes.get_int("rotated", 0),
+        interleaved=bool(attributes.get_int("interleaved", 0)),
+        cos=tensors.vector(cos) if cos is not None else None,
+        sin=tensors.vector(sin) if sin is not None else None,
+        query_norm=query_norm,
+        key_norm=key_norm,
+    )
+
+
+def _head_part(value: ir.Value | None, tensors: Tensors) -> _Part:
+    """Queries, keys or values: outputs of a product, with a bias and a norm of each head."""
+    value = _before_views(value)
+    norm = None
+    if (node := _producer(value)).op_type == "RMSNormalization":
+        norm = tensors.norm(node)
+        value = _before_views(node.inputs[0])
+    return _part(value)._replace(norm=norm)
+
+
+def _part(value: ir.Value | None) -> _Part:
+    """Outputs of a product, perhaps with a bias, which may be cut out of a wider one."""
+    node = _producer(value, _PRODUCT, "Add", "Slice", "Split")
+    if node.op_type == _PRODUCT:
+        sizes = list(node.attributes["N"].as_ints())
+        number = next(number for number, output in enumerate(node.outputs) if output is value)
+        return _Part(node, sum(sizes[:number]), sizes[number])
+    if node.op_type == "Add":
+        numbers, whole = constant(node.inputs[1]), node.inputs[0]
+        if numbers is None:
+            numbers, whole = constant(node.inputs[0]), node.inputs[1]
+        part = _part(whole)
+        if numbers is None or part.bias is not None or numbers.size != part.size:
+            raise UnsupportedLayerError(f"{node.name} adds more than a bias")
+        return part._replace(bias=as_float32(numbers).reshape(-1))
+    part = _part(node.inputs[0])
+    first, size = _cut(node, value, part.size)
+    bias = part.bias[first : first + size] if part.bias is not None else None
+    return _Part(part.product, part.first + first, size, bias)
+
+
+def _cut(node: ir.Node, value: ir.Value | None, size: int) -> tuple[int, int]:
+    """The first number and the number of those that a Slice or Split takes of the last axis."""
+    if node.op_type == "Split":
+        number, count = next(i for i, output in enumerate(node.outputs) if output is value), len(node.outputs)
+        given = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+        sizes = given.numpy().tolist() if given is not None else [size // count] * count
+        if node.attributes.get_int("axis", 0) in (-1, 2) and sum(sizes) == size:
+            return sum(sizes[:number]), sizes[number]
+    else:
+        first, end, axis, *steps = (constant(given) for given in node.inputs[1:])
+        numbers = [
+            int(given.numpy()[0]) for given in (first, end, axis, *steps) if given is not None and given.size == 1
+        ]
+        if len(numbers) == len(node.inputs) - 1 and numbers[2] in (-1, 2) and numbers[3:] in ([], [1]):
+            return numbers[0], min(numbers[1], size) - numbers[0]
+    raise UnsupportedLayerError(f"{node.name} takes a part of numbers in another way")
+
+
+def _gated(stream: ir.Value) -> tuple[_Part, _Part, ir.Node]:
+    """The gate, what is gated, and the product behind them, of an MLP that reads the stream."""
+    for product in [use.node for use in stream.uses() if use.node.op_type == _PRODUCT and use.idx == 0]:
+        for output in product.outputs:
+            uses = [use.node for use in output.uses()]
+            for down in [reader for node in uses for reader in (node, *_readers(node))]:
+                prologue = prologue_of(down)
+                if prologue and prologue.kind in _ACTIVATIONS:
+                    return _part(prologue.x), _part(prologue.other), down
+    raise UnsupportedLayerError("an MLP without a gate, or with another activation than SiLU and GELU by tanh")
+
+
+def _added(attended: ir.Value, stream: ir.Value, tensors: Tensors) -> tuple[Linear, Norm | None, ir.Value]:
+    products = [use.node for use in attended.uses()]
+    if len(products) != 1 or products[0].op_type != _PRODUCT or prologue_of(products[0]) is not None:
+        raise UnsupportedLayerError("attention that is not projected by a linear layer")
+    return _added_of(products[0], stream, tensors)
+
+
+def _added_of(product: ir.Node, stream: ir.Value, tensors: Tensors) -> tuple[Linear, Norm | None, ir.Value]:
+    """A linear layer, the norm of what it gives, and the residual stream that this is added to."""
+    value, norm, bias = product.outputs[0], None, None
+    if residual_of(product) is stream:
+        return tensors.linear(product), None, value
+    if (add := _only_reader(value, "Add")) is not None and (numbers := _other(add, value)) is not stream:
+        bias, value = tensors.vector(numbers), add.outputs[0]
+    if (node := _only_reader(value, "RMSNormalization")) is not None:
+        norm, value = tensors.norm(node), node.outputs[0]
+    add = _only_reader(value, "Add")
+    if add is None or _other(add, value) is not stream:
+        raise UnsupportedLayerError(f"{product.name}: what it gives is not added to the residual stream as it is")
+    return tensors.linear(product, bias), norm, add.outputs[0]
+
+
+def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
+    """The second operand of a sum."""
+    return node.inputs[1] if node.inputs[0] is value else node.inputs[0]
+
+
+def _readers(node: ir.Node) -> list[ir.Node]:
+    return [use.node for output in node.outputs for use in output.uses()]
+
+
+def _only_reader(value: ir.Value, kind: str) -> ir.Node | None:
+    """The only node that reads a value, where it is of a kind."""
+    readers = [use.node for use in value.uses()]
+    return readers[0] if len(readers) == 1 and readers[0].op_type == kind else None
+
+
+def _producer(value: ir.Value | None, *kinds: str) -> ir.Node:
+    node = value.producer() if value is not None else None
+    if node is None or (kinds and node.op_type not in kinds):
+        got = node.op_type if node is not None else "an input"
+        raise UnsupportedLayerError(f"{value.name if value is not None else 'nothing'} comes from {got}")
+    return node
+
+
+def _before_views(value: ir.Value | None) -> ir.Value | None:
+    while value is not None and (node := value.producer()) is not None and node.op_type == "Reshape":
+        value = node.inputs[0]
+    return value
+
+
+def _behind_views(value: ir.Value) -> ir.Value:
+    while (view := _only_reader(value, "Reshape")) is not None:
+        value = view.outputs[0]
+    return value

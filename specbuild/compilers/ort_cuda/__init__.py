@@ -1,0 +1,1 @@
+"""ONNX checkpoint to an engine that ONNX Runtime runs on CUDA."""

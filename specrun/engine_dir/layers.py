@@ -1,0 +1,169 @@
+"""The layers of a dense decoder, in ``layers.json`` of engines that specrun's own CUDA kernels run.
+
+A layer normalizes the residual stream and projects it to queries, keys and values, attends, and adds the projection of
+that to the stream. Then it normalizes, projects to a gate and to what is gated, and adds their projected product.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from specrun.engine_dir.config import Size, Strict
+from specrun.engine_dir.dtypes import FloatName
+
+KERNELS = "1"
+"""Version of this description, and of the layout of weights."""
+TILE = 16
+"""Rows and columns of a tile of a weight."""
+ALIGNMENT = 256
+"""Bytes; a tensor begins at a multiple of it."""
+Activation = Literal["silu", "gelu_tanh"]
+"""Activations, as decoder.cu numbers them."""
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+HEAD_DIMS = tuple(range(TILE, 257, TILE))
+"""Widths of a head that the kernels support."""
+
+
+class StoredTensor(Strict):
+    """A tensor in the file of weights."""
+
+    offset: int = Field(ge=0, multiple_of=ALIGNMENT)
+    shape: tuple[Size, ...]
+    dtype: Literal["float32", "uint16"]
+    """uint16: numbers of the model's type, in tiles [rows / 16, columns / 16, 256]; see ``pack_tiles``."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+class Norm(Strict):
+    """An RMS norm."""
+
+    weight: str
+    """Name of its factors, float32 [width]."""
+    epsilon: float = Field(gt=0, lt=1)
+
+
+class Linear(Strict):
+    """A linear layer, whose weight [outputs, inputs] is in tiles. It may be several that read one input."""
+
+    weight: str
+    inputs: Size
+    outputs: Size
+    bias: str | None = None
+    """Name of a bias, float32 [outputs]."""
+
+
+class Attention(Strict):
+    """Causal attention of a layer. Query heads share the keys of a head in groups."""
+
+    window: int = Field(default=0, ge=0, le=1 << 31)
+    """Number of positions that a token sees, its own included; 0: all."""
+    scale: float
+    softcap: float = Field(default=0, ge=0)
+    """Bound of scores; 0: none."""
+    rotated: int = Field(default=0, ge=0, multiple_of=2)
+    """Numbers of a head that are rotated."""
+    interleaved: bool = False
+    """Whether neighbours are rotated together, not the two halves."""
+    cos: str | None = None
+    """Name of the cosines of positions, float32 [cache_length, rotated / 2]; of sines likewise."""
+    sin: str | None = None
+    query_norm: Norm | None = None
+    """Norm of each head of queries; of keys likewise."""
+    key_norm: Norm | None = None
+
+
+class Layer(Strict):
+    """One decoder layer."""
+
+    input_norm: Norm | None
+    heads: Linear
+    """Queries, keys and values, one below the other."""
+    attention: Attention
+    output: Linear
+    output_norm: Norm | None = None
+    """Norm of what attention adds to the residual stream."""
+    mlp_norm: Norm | None
+    gate_up: Linear
+    """The gate, and below it what is gated."""
+    activation: Activation
+    down: Linear
+    down_norm: Norm | None = None
+    """Norm of what the MLP adds to the residual stream."""
+
+
+class Decoder(Strict):
+    """A dense decoder: embedding, layers, norm and head."""
+
+    dtype: FloatName
+    width: Size
+    vocab_size: Size
+    cache_length: Size
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
+    embedding: str
+    """Name of the table [vocab_size, width] in tiles; that of ``head`` where they are tied."""
+    embedding_scale: float = 1.0
+    layers: list[Layer] = Field(min_length=1, max_length=1 << 12)
+    norm: Norm | None
+    head: Linear
+    logits_softcap: float = Field(default=0, ge=0)
+    tensors: dict[str, StoredTensor]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Decoder:
+        """Every tensor has the shape that kernels read, so that none of them reads or writes beyond its memory."""
+        if self.head_dim not in HEAD_DIMS or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} heads of {self.head_dim}, {self.num_kv_heads} of keys")
+        self._require(self.embedding, _tiles(self.vocab_size, self.width))
+        queries, gated = self.num_heads * self.head_dim, self.layers[0].down.inputs
+        outputs = queries + 2 * self.num_kv_heads * self.head_dim
+        for layer in self.layers:
+            self._check_linear(layer.heads, self.width, outputs)
+            self._check_linear(layer.output, queries, self.width)
+            self._check_linear(layer.gate_up, self.width, 2 * gated)
+            self._check_linear(layer.down, gated, self.width)
+            for norm in (layer.input_norm, layer.output_norm, layer.mlp_norm, layer.down_norm):
+                self._check_norm(norm, self.width)
+            attention = layer.attention
+            for norm in (attention.query_norm, attention.key_norm):
+                self._check_norm(norm, self.head_dim)
+            if attention.rotated > self.head_dim or bool(attention.rotated) != bool(attention.cos and attention.sin):
+                raise ValueError(f"{attention.rotated} numbers of a head are rotated")
+            for name in (attention.cos, attention.sin):
+                if name:
+                    self._require(name, (self.cache_length, attention.rotated // 2))
+        self._check_norm(self.norm, self.width)
+        self._check_linear(self.head, self.width, self.vocab_size)
+        return self
+
+    def _check_linear(self, linear: Linear, inputs: int, outputs: int) -> None:
+        if (linear.inputs, linear.outputs) != (inputs, outputs):
+            raise ValueError(f"{linear.weight}: of {linear.inputs} -> {linear.outputs}, expected {inputs} -> {outputs}")
+        self._require(linear.weight, _tiles(outputs, inputs))
+        if linear.bias:
+            self._require(linear.bias, (outputs,))
+
+    def _check_norm(self, norm: Norm | None, width: int) -> None:
+        if norm:
+            self._require(norm.weight, (width,))
+
+    def _require(self, name: str, shape: tuple[int, ...]) -> None:
+        dtype = "uint16" if len(shape) == 3 else "float32"
+        tensor = self.tensors.get(name)
+        if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+            raise ValueError(f"{name}: expected {dtype} {list(shape)}")
+
+
+def _tiles(rows: int, columns: int) -> tuple[int, int, int]:
+    if columns % TILE:
+        raise ValueError(f"{columns} columns are no multiple of {TILE}")
+    return -(-rows // TILE), columns // TILE, TILE * TILE

@@ -1,0 +1,157 @@
+"""Runs a dense decoder by specrun's own kernels. Its texts are the same to the bit, however tokens are divided."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+from typing_extensions import override
+
+from specrun.devices import DeviceArray
+from specrun.devices.cuda import CudaDevice
+from specrun.engine_dir.config import LAYER_WEIGHTS_NAME, LAYERS_NAME, EngineConfig
+from specrun.engine_dir.layers import Decoder
+from specrun.engine_dir.small_files import read_small
+from specrun.errors import BackendError, EngineDirError
+from specrun.gpu.backend import DeviceBackend, Feed
+from specrun.gpu.cache import DeviceKVCache
+from specrun.gpu.decoder.kernels import Buffers, DecoderKernels, Tokens, attention_blocks, partial_size
+
+PASS_TOKENS = 512
+"""The most tokens of a pass; longer prompts take several."""
+_OLDEST = 80
+"""The oldest GPUs whose tensor cores have the kernels' product: Ampere, compute capability 8.0."""
+
+
+class CudaBackend(DeviceBackend):
+    """See ``DeviceBackend``. Owns the weights and the memory between kernels."""
+
+    def __init__(self, directory: Path, config: EngineConfig, device: CudaDevice) -> None:
+        self.config = config
+        self.device, self.devices = device, [device]
+        if int(device.arch.removeprefix("sm_")) < _OLDEST:
+            raise BackendError(
+                f"{directory}: its kernels need a GPU of compute capability 8.0 or newer, this one is {device.arch}; "
+                "build with --backend tensorrt"
+            )
+        self._decoder = _read(directory, config)
+        self._kernels = DecoderKernels(device, self._decoder)
+        self._kernels.weights = _load(directory / LAYER_WEIGHTS_NAME, self._decoder, device)
+
+    @property
+    @override
+    def capturable(self) -> bool:
+        return True
+
+    @property
+    @override
+    def workspace_bytes(self) -> int:
+        return sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in self._sizes())
+
+    @override
+    def allocate_cache(self) -> None:
+        graph, build = self.config.graph, self.config.build_config
+        storage = graph.cache_element.storage
+        self.cache = DeviceKVCache(self.device, graph.own_tensors, storage, build.max_batch_size, build.cache_length)
+        self._kernels.buffers = Buffers(*(self.device.zeros(shape, kind) for shape, kind in self._sizes()))
+
+    @override
+    def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
+        for tokens in _passes(*feed.input_ids.shape):
+            self._read_tokens(tokens, feed, first)
+        self._kernels.project_logits(math.prod(feed.logits_indices.shape), logits)
+
+    def _read_tokens(self, tokens: Tokens, feed: Feed, first: int) -> None:
+        """Queue the layers, for some of a feed's tokens."""
+        kernels, buffers, count = self._kernels, self._kernels.buffers, tokens.count
+        kernels.begin(tokens, feed, first)
+        caches = self.cache.part(0, self.cache.rows)
+        for layer, keys, values in zip(self._decoder.layers, caches[::2], caches[1::2], strict=True):
+            kernels.project_heads(tokens, layer, keys, values)
+            kernels.attend(tokens, layer.attention, keys, values)
+            kernels.add_projected(buffers.attended, count, layer.output, layer.output_norm)
+            kernels.project_gated(count, layer)
+            kernels.add_projected(buffers.gated, count, layer.down, layer.down_norm)
+        kernels.keep_wanted(tokens, feed)
+
+    @override
+    def save_kernels(self) -> None:
+        """They are compiled in seconds whenever an engine is opened."""
+
+    @override
+    def close(self) -> None:
+        self._kernels.weights.clear()
+
+    def _sizes(self) -> list[tuple[tuple[int, ...], type[np.generic]]]:
+        """Shape and type of each of ``Buffers``."""
+        decoder, build = self._decoder, self.config.build_config
+        rows, longest = build.max_batch_size, build.max_input_len
+        count = min(PASS_TOKENS, rows * longest)
+        queries = decoder.num_heads * decoder.head_dim
+        heads = decoder.num_heads + 2 * decoder.num_kv_heads
+        # The widest pass whose attention is divided by positions, and the one with the most blocks.
+        passes = [
+            Tokens(0, min(rows, max(1, count // length)), 0, length) for length in range(1, min(count, longest) + 1)
+        ]
+        blocks = [(tokens.rows * decoder.num_kv_heads, *attention_blocks(decoder, tokens)) for tokens in passes]
+        partial = max((math.prod(block) for block in blocks if block[2] > 1), default=1)
+        counters = max(max(own * tiles for own, tiles, _ in blocks), heads * -(-count // 8))
+        wanted = rows * max(1, build.max_draft_len + 1, 2)
+        return [
+            ((count, decoder.width), np.float32),
+            ((count,), np.int32),
+            ((count,), np.int32),
+            ((count, max(heads * decoder.head_dim, decoder.width)), np.float32),
+            ((count, queries), np.uint16),
+            ((count, queries), np.uint16),
+            ((count, decoder.layers[0].down.inputs), np.uint16),
+            ((partial, partial_size(decoder)), np.float32),
+            ((counters,), np.uint32),
+            ((wanted, decoder.width), np.float32),
+        ]
+
+
+def _passes(rows: int, row_tokens: int) -> Iterator[Tokens]:
+    """A feed's tokens in rectangles of at most ``PASS_TOKENS``; of a row from left to right."""
+    if row_tokens <= PASS_TOKENS:
+        step = max(1, PASS_TOKENS // row_tokens)
+        for row in range(0, rows, step):
+            yield Tokens(row, min(step, rows - row), 0, row_tokens)
+        return
+    for row, token in itertools.product(range(rows), range(0, row_tokens, PASS_TOKENS)):
+        yield Tokens(row, 1, token, min(PASS_TOKENS, row_tokens - token))
+
+
+def _read(directory: Path, config: EngineConfig) -> Decoder:
+    """The layers of an engine. Raises EngineDirError where they are not those of its description."""
+    try:
+        decoder = Decoder.model_validate_json(read_small(directory / LAYERS_NAME))
+    except (OSError, ValueError, ValidationError) as error:
+        raise EngineDirError(f"{directory / LAYERS_NAME}: {error}") from error
+    graph, cache = config.graph, (decoder.num_kv_heads, decoder.head_dim)
+    same = decoder.dtype == graph.dtype and decoder.vocab_size == graph.vocab_size
+    caches = {(tensor.heads, tensor.head_dim) for tensor in graph.caches} == {cache}
+    lengths = decoder.cache_length == config.build_config.cache_length and 2 * len(decoder.layers) == len(graph.caches)
+    if not (same and caches and lengths):
+        raise EngineDirError(f"{directory / LAYERS_NAME}: describes another engine than config.json; build it again")
+    return decoder
+
+
+def _load(path: Path, decoder: Decoder, device: CudaDevice) -> dict[str, DeviceArray]:
+    """Copy all tensors to the GPU. Raises EngineDirError where the file is too short."""
+    try:
+        content = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise EngineDirError(f"{path}: {error}") from error
+    weights = {}
+    for name, tensor in decoder.tensors.items():
+        part = content[tensor.offset : tensor.offset + tensor.nbytes]
+        if len(part) < tensor.nbytes:
+            raise EngineDirError(f"{path}: too short for {name}; build the engine again")
+        weights[name] = device.zeros(tensor.shape, tensor.dtype)
+        device.write(weights[name], part.view(tensor.dtype).reshape(tensor.shape))
+    return weights

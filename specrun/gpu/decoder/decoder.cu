@@ -1,0 +1,538 @@
+// The layers of a dense decoder: five kernels a layer, each weight read once for all tokens of a pass.
+//
+// A pass is a list of tokens; `rows` and `positions` say where each stands in the cache. The residual stream is float32.
+// What products multiply is in 16 bits, and so are keys and values; sums are float32.
+//
+// The numbers of a token do not depend on the tokens beside it: every sum has one order, which the shape of the model
+// decides. That is why texts with drafts, in batches and behind a prefix cache are those of the target alone, to the
+// bit. A change here keeps that rule.
+//
+// HEAD_DIM and BFLOAT16 (1, or 0: float16) are defined in front of this file.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+typedef float f32;
+
+#define FUNCTION __device__ __forceinline__
+#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+
+// ---------------------------------------------------------------------------------------------------------- numbers
+
+FUNCTION f32 widen(u16 bits) {
+#if BFLOAT16
+  return __uint_as_float((u32)bits << 16);
+#else
+  f32 value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+#endif
+}
+
+FUNCTION u16 narrow(f32 value) {
+  u16 bits;
+#if BFLOAT16
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#else
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#endif
+  return bits;
+}
+
+FUNCTION u32 narrow_pair(f32 low, f32 high) { return (u32)narrow(low) | (u32)narrow(high) << 16; }
+
+FUNCTION f32 exp2_of(f32 value) {
+  f32 result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+constexpr f32 LOG2_E = 1.4426950408889634f;
+#define NOTHING __int_as_float(0xff800000)  // Less than every score.
+
+FUNCTION f32 tanh_of(f32 value) { return 1 - 2 / (exp2_of(2 * LOG2_E * value) + 1); }
+
+// The activation of a gate, as `ACTIVATIONS` in layers.py numbers it.
+FUNCTION f32 activate(f32 gate, int kind) {
+  if (kind == 0) return gate / (1 + exp2_of(-LOG2_E * gate));  // SiLU
+  return 0.5f * gate * (1 + tanh_of(0.7978845608028654f * (gate + 0.044715f * gate * gate * gate)));  // GELU by tanh
+}
+
+FUNCTION f32 soften(f32 value, f32 cap) { return cap > 0 ? cap * tanh_of(value / cap) : value; }
+
+// Over the lanes of a warp, or of the aligned 4 of them.
+template <int LANES>
+FUNCTION f32 sum_of(f32 value) {
+  for (int other = LANES / 2; other > 0; other /= 2) value += __shfl_xor_sync(~0u, value, other);
+  return value;
+}
+
+FUNCTION f32 largest_of_4(f32 value) {
+  for (int other = 2; other > 0; other /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, other));
+  return value;
+}
+
+// sums[16, 8] += a[16, 16] b[16, 8]. Of lane 4 g + t: a has rows g and g + 8, columns 2 t, 2 t + 1 and 8 further; b has
+// column g, rows likewise; sums has rows g (0, 1) and g + 8 (2, 3), columns 2 t, 2 t + 1.
+FUNCTION void multiply_tile(f32 (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if BFLOAT16
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Whether this block is the last of `count` that come here; each of its threads then sees what the others have written.
+// The counter is 0 before and behind.
+FUNCTION bool is_last(u32* counter, u32 count) {
+  __shared__ u32 arrived;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) arrived = atomicAdd(counter, 1u);
+  __syncthreads();
+  if (arrived + 1 < count) return false;
+  __threadfence();
+  if (threadIdx.x == 0) *counter = 0;
+  return true;
+}
+
+// --------------------------------------------------------------------------------------------------------- products
+
+constexpr int WARPS = 8;
+constexpr int TILE = 16;  // Rows and columns of a tile of a weight: 16 bytes a lane, in the order of multiply_tile's a.
+constexpr int GROUP = 8;  // Tokens of a tile.
+
+// Tokens whose norm a product computes: x[token, k] * gamma[k] / rms(x[token]).
+struct Normalized {
+  const f32* x;
+  const f32* gamma;  // Null: x as it is.
+  f32 epsilon;
+  const f32* scales;  // [tokens of the block], shared.
+
+  // Two neighbours of a token's numbers, in 16 bits.
+  FUNCTION u32 pair(i64 token, int own, int k, int length) const {
+    const f32* at = x + token * length + k;
+    if (!gamma) return narrow_pair(at[0], at[1]);
+    f32 scale = scales[own];
+    return narrow_pair(at[0] * scale * gamma[k], at[1] * scale * gamma[k + 1]);
+  }
+};
+
+struct Given {
+  const u16* x;
+  FUNCTION u32 pair(i64 token, int own, int k, int length) const { return *(const u32*)(x + token * length + k); }
+};
+
+FUNCTION f32 reciprocal_rms(f32 squares, int count, f32 epsilon) { return 1 / sqrtf(squares / count + epsilon); }
+
+// The squares of x [length] by a warp.
+FUNCTION f32 squares_of(const f32* x, int length) {
+  f32 squares = 0;
+  for (int k = threadIdx.x % 32; k < length; k += 32) squares += x[k] * x[k];
+  return sum_of<32>(squares);
+}
+
+// Sums of TILES tiles of 16 rows by GROUPS * 8 tokens. Each warp has every eighth tile of a row; `at` adds those up.
+template <int TILES, int GROUPS>
+struct Sums {
+  f32 (*parts)[GROUPS * GROUP][TILES * TILE];
+
+  template <class Tokens>
+  FUNCTION void compute(const Tokens& x, const uint4* weight, int length, const int (&tiles)[TILES], int first, int tokens) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, columns = length / TILE;
+    f32 sums[TILES][GROUPS][4] = {};
+#pragma unroll 2
+    for (int column = warp; column < columns; column += WARPS) {
+      u32 a[TILES][4];
+#pragma unroll
+      for (int i = 0; i < TILES; i++) {
+        uint4 numbers = __ldcs(weight + ((i64)tiles[i] * columns + column) * 32 + lane);
+        a[i][0] = numbers.x, a[i][1] = numbers.y, a[i][2] = numbers.z, a[i][3] = numbers.w;
+      }
+#pragma unroll
+      for (int group = 0; group < GROUPS; group++) {
+        if (first + group * GROUP >= tokens) break;
+        int own = group * GROUP + g, k = column * TILE + 2 * t;
+        bool is_there = first + own < tokens;
+        u32 b0 = is_there ? x.pair(first + own, own, k, length) : 0, b1 = is_there ? x.pair(first + own, own, k + 8, length) : 0;
+#pragma unroll
+        for (int i = 0; i < TILES; i++) multiply_tile(sums[i][group], a[i], b0, b1);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+#pragma unroll
+      for (int group = 0; group < GROUPS; group++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          parts[warp][group * GROUP + 2 * t + j % 2][i * TILE + g + j / 2 * 8] = sums[i][group][j];
+    __syncthreads();
+  }
+
+  // Of each of the tiles.
+  FUNCTION void at(int token, int row, f32 (&sums)[TILES]) const {
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+      sums[i] = 0;
+      for (int warp = 0; warp < WARPS; warp++) sums[i] += parts[warp][token][i * TILE + row];
+    }
+  }
+};
+
+// A block has 16 rows of the weight (of each of TILES matrices) and GROUPS * 8 tokens. finish(token, row, sums) is called
+// of each token and row, on one thread.
+template <int TILES, int GROUPS, class Tokens, class Finish>
+FUNCTION void multiply(const Tokens& x, const uint4* weight, int length, const int (&tiles)[TILES], int tokens, Finish finish) {
+  __shared__ f32 parts[WARPS][GROUPS * GROUP][TILES * TILE];
+  Sums<TILES, GROUPS> sums{parts};
+  int first = blockIdx.y * GROUPS * GROUP;
+  sums.compute(x, weight, length, tiles, first, tokens);
+  for (int i = threadIdx.x; i < GROUPS * GROUP * TILE && first + i / TILE < tokens; i += WARPS * 32) {
+    f32 own[TILES];
+    sums.at(i / TILE, i % TILE, own);
+    finish((i64)first + i / TILE, tiles[0] * TILE + i % TILE, own);
+  }
+}
+
+template <int GROUPS>
+FUNCTION Normalized normalize(const f32* x, const f32* gamma, f32 epsilon, int length, int tokens) {
+  __shared__ f32 scales[GROUPS * GROUP];
+  int first = blockIdx.y * GROUPS * GROUP;
+  for (int own = threadIdx.x / 32; gamma && own < GROUPS * GROUP && first + own < tokens; own += WARPS) {
+    f32 squares = squares_of(x + (i64)(first + own) * length, length);
+    if (threadIdx.x % 32 == 0) scales[own] = reciprocal_rms(squares, length, epsilon);
+  }
+  __syncthreads();
+  return {x, gamma, epsilon, scales};
+}
+
+struct Rotation {
+  const f32* cos;  // [positions, rotated / 2]
+  const f32* sin;
+  int rotated;  // Numbers of a head that are rotated; 0: none.
+  int interleaved;
+
+  // Number i of a head, of which `number(i)` gives those before.
+  template <class Number>
+  FUNCTION f32 apply(Number number, int i, int position) const {
+    int half = rotated / 2;
+    if (i >= rotated) return number(i);
+    bool is_second = interleaved ? i % 2 : i >= half;
+    int pair = interleaved ? i / 2 : i % half, other = interleaved ? i ^ 1 : is_second ? i - half : i + half;
+    f32 c = cos[(i64)position * half + pair], s = sin[(i64)position * half + pair];
+    return is_second ? number(i) * c + number(other) * s : number(i) * c - number(other) * s;
+  }
+};
+
+// Queries, keys and values of normalized tokens. The last block of a head normalizes and rotates it, and writes queries
+// to `queries` [tokens, heads, HEAD_DIM], keys and values to the caches [rows, kv_heads, cache_length, HEAD_DIM].
+#define HEADS_PARAMETERS                                                                                              \
+  const uint4 *weight, const f32 *bias, const f32 *stream, const f32 *gamma, f32 epsilon, int length, int tokens,     \
+      int heads, int kv_heads, const f32 *query_gamma, const f32 *key_gamma, f32 head_epsilon, const f32 *cos,        \
+      const f32 *sin, int rotated, int interleaved, const int *rows, const int *positions, int cache_length,          \
+      f32 *projected, u32 *counters, u16 *queries, u16 *keys, u16 *values
+template <int GROUPS>
+FUNCTION void project_heads(HEADS_PARAMETERS) {
+  int outputs = (heads + 2 * kv_heads) * HEAD_DIM, tiles[1] = {(int)blockIdx.x};
+  Normalized x = normalize<GROUPS>(stream, gamma, epsilon, length, tokens);
+  multiply<1, GROUPS>(x, weight, length, tiles, tokens, [&](i64 token, int row, const f32* sums) {
+    projected[token * outputs + row] = bias ? sums[0] + bias[row] : sums[0];
+  });
+  int head = blockIdx.x * TILE / HEAD_DIM;
+  if (!is_last(counters + blockIdx.y * (heads + 2 * kv_heads) + head, HEAD_DIM / TILE)) return;
+  bool is_query = head < heads, is_key = !is_query && head < heads + kv_heads;
+  const f32* head_gamma = is_query ? query_gamma : is_key ? key_gamma : nullptr;
+  Rotation rotation{cos, sin, is_query || is_key ? rotated : 0, interleaved};
+  int first = blockIdx.y * GROUPS * GROUP;
+  for (int own = threadIdx.x / 32; own < GROUPS * GROUP && first + own < tokens; own += WARPS) {
+    i64 token = first + own;
+    const f32* numbers = projected + token * outputs + head * HEAD_DIM;
+    f32 scale = head_gamma ? reciprocal_rms(squares_of(numbers, HEAD_DIM), HEAD_DIM, head_epsilon) : 1;
+    auto number = [&](int i) { return head_gamma ? numbers[i] * scale * head_gamma[i] : numbers[i]; };
+    int cache_head = is_key ? head - heads : head - heads - kv_heads, position = positions[token];
+    u16* to = is_query ? queries + (token * heads + head) * HEAD_DIM
+                       : (is_key ? keys : values) +
+                             (((i64)rows[token] * kv_heads + cache_head) * cache_length + position) * HEAD_DIM;
+    for (int i = threadIdx.x % 32; i < HEAD_DIM; i += 32) to[i] = narrow(rotation.apply(number, i, position));
+  }
+}
+
+// act(gate) * up of normalized tokens, in 16 bits: the weight has the gate's `outputs` rows and then those of up.
+#define GATED_PARAMETERS                                                                                             \
+  const uint4 *weight, const f32 *stream, const f32 *gamma, f32 epsilon, int length, int tokens, int outputs,        \
+      int activation, u16 *gated
+template <int GROUPS>
+FUNCTION void project_gated(GATED_PARAMETERS) {
+  int tiles[2] = {(int)blockIdx.x, (int)blockIdx.x + outputs / TILE};
+  Normalized x = normalize<GROUPS>(stream, gamma, epsilon, length, tokens);
+  multiply<2, GROUPS>(x, weight, length, tiles, tokens, [&](i64 token, int row, const f32* sums) {
+    gated[token * outputs + row] = narrow(activate(sums[0], activation) * sums[1]);
+  });
+}
+
+// A product that is added to the residual stream; or, where a norm comes first, written to `to`.
+#define ADDED_PARAMETERS \
+  const uint4 *weight, const f32 *bias, const u16 *given, int length, int tokens, int outputs, const f32 *residual, f32 *to
+template <int GROUPS>
+FUNCTION void project_added(ADDED_PARAMETERS) {
+  int tiles[1] = {(int)blockIdx.x};
+  multiply<1, GROUPS>(Given{given}, weight, length, tiles, tokens, [&](i64 token, int row, const f32* sums) {
+    f32 sum = bias ? sums[0] + bias[row] : sums[0];
+    i64 at = token * outputs + row;
+    to[at] = residual ? residual[at] + sum : sum;
+  });
+}
+
+// Logits [tokens, outputs] of normalized tokens, with `cap` > 0 between -cap and cap.
+#define LOGITS_PARAMETERS                                                                                          \
+  const uint4 *weight, const f32 *stream, const f32 *gamma, f32 epsilon, int length, int tokens, int outputs, f32 cap, \
+      f32 *logits
+template <int GROUPS>
+FUNCTION void project_logits(LOGITS_PARAMETERS) {
+  int tiles[1] = {(int)blockIdx.x};
+  Normalized x = normalize<GROUPS>(stream, gamma, epsilon, length, tokens);
+  multiply<1, GROUPS>(x, weight, length, tiles, tokens, [&](i64 token, int row, const f32* sums) {
+    if (row < outputs) logits[token * outputs + row] = soften(sums[0], cap);
+  });
+}
+
+// A kernel for passes of up to 8 tokens, and one for more, in blocks of 32: their sums have the same order.
+#define PRODUCT(name, parameters, ...)                                     \
+  KERNEL(WARPS * 32) name##_8(parameters) { project_##name<1>(__VA_ARGS__); } \
+  KERNEL(WARPS * 32) name##_32(parameters) { project_##name<4>(__VA_ARGS__); }
+PRODUCT(heads, HEADS_PARAMETERS, weight, bias, stream, gamma, epsilon, length, tokens, heads, kv_heads, query_gamma,
+        key_gamma, head_epsilon, cos, sin, rotated, interleaved, rows, positions, cache_length, projected, counters,
+        queries, keys, values)
+PRODUCT(gated, GATED_PARAMETERS, weight, stream, gamma, epsilon, length, tokens, outputs, activation, gated)
+PRODUCT(added, ADDED_PARAMETERS, weight, bias, given, length, tokens, outputs, residual, to)
+PRODUCT(logits, LOGITS_PARAMETERS, weight, stream, gamma, epsilon, length, tokens, outputs, cap, logits)
+
+// -------------------------------------------------------------------------------------------------------- attention
+
+constexpr int ATTENDING_WARPS = 4;
+constexpr int SPAN = 32;                       // Positions of a warp.
+constexpr int CHUNK = ATTENDING_WARPS * SPAN;  // Positions of a block; kernels.py has the same number.
+constexpr int QUERIES = 16;                    // Queries of a block: tokens and heads that share keys.
+
+// Attention of 16 queries over some positions: of each lane 4 numbers of every 16 of a head, in two rows.
+struct Attended {
+  static constexpr int TILES = HEAD_DIM / 8, SIZE = TILES * 4 + 4;
+  f32 sums[TILES][4] = {};
+  f32 top[2] = {NOTHING, NOTHING};  // The largest score, times log2(e).
+  f32 total[2] = {};                // Of the weights, relative to the largest.
+
+  FUNCTION void save(f32* to) const {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) to[(tile * 4 + j) * 32 + lane] = sums[tile][j];
+    for (int row = 0; row < 2; row++) {
+      to[(TILES * 4 + row) * 32 + lane] = top[row];
+      to[(TILES * 4 + 2 + row) * 32 + lane] = total[row];
+    }
+  }
+
+  // Positions behind these. Where a row sees none of them, nothing changes.
+  FUNCTION void add(const f32* other) {
+    int lane = threadIdx.x % 32;
+    for (int row = 0; row < 2; row++) {
+      f32 other_top = other[(TILES * 4 + row) * 32 + lane], largest = fmaxf(top[row], other_top);
+      f32 base = largest == NOTHING ? 0 : largest, own = exp2_of(top[row] - base), others = exp2_of(other_top - base);
+      total[row] = total[row] * own + other[(TILES * 4 + 2 + row) * 32 + lane] * others;
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int j = 2 * row; j < 2 * row + 2; j++)
+          sums[tile][j] = sums[tile][j] * own + other[(tile * 4 + j) * 32 + lane] * others;
+      top[row] = largest;
+    }
+  }
+};
+
+// The queries of a block, and what they see of a row's keys and values.
+struct Attention {
+  const u16* keys;  // [cache_length, HEAD_DIM] of one head of a row.
+  const u16* values;
+  int last;         // The last position that is written.
+  int position[2];  // Of this lane's queries, in rows g and g + 8; -1: there is none.
+  int window;       // Positions that a query sees, itself included; 0: all up to its own.
+  f32 scale, cap;
+  u32 query[HEAD_DIM / 16][4];
+
+  FUNCTION bool sees(int row, int at) const {
+    return at <= position[row] && (!window || at > position[row] - window);
+  }
+
+  // Positions first .. first + SPAN, by a warp. Columns of a tile of 16 numbers of a head are in another order than in
+  // memory, the same for queries and keys, so that a lane's lie side by side.
+  FUNCTION Attended over(int first) const {
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    Attended result;
+    for (int start = first; start < first + SPAN && start <= last; start += 16) {
+      f32 scores[2][4] = {};
+#pragma unroll
+      for (int side = 0; side < 2; side++) {
+        int at = start + side * 8 + g;
+        const u16* key = keys + (i64)at * HEAD_DIM + 4 * t;
+#pragma unroll
+        for (int tile = 0; tile < HEAD_DIM / 16; tile++) {
+          uint2 b = at <= last ? *(const uint2*)(key + tile * 16) : uint2{0, 0};
+          multiply_tile(scores[side], query[tile], b.x, b.y);
+        }
+      }
+      u32 weights[4];
+#pragma unroll
+      for (int row = 0; row < 2; row++) {
+        f32 own[4], largest = NOTHING;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          bool is_seen = sees(row, start + i / 2 * 8 + 2 * t + i % 2);
+          own[i] = is_seen ? soften(scores[i / 2][2 * row + i % 2] * scale, cap) * LOG2_E : NOTHING;
+          largest = fmaxf(largest, own[i]);
+        }
+        largest = fmaxf(result.top[row], largest_of_4(largest));
+        f32 base = largest == NOTHING ? 0 : largest, factor = exp2_of(result.top[row] - base), sum = 0;
+        for (int i = 0; i < 4; i++) sum += own[i] = exp2_of(own[i] - base);
+        result.total[row] = result.total[row] * factor + sum_of<4>(sum);
+        result.top[row] = largest;
+#pragma unroll
+        for (int tile = 0; tile < Attended::TILES; tile++)
+          result.sums[tile][2 * row] *= factor, result.sums[tile][2 * row + 1] *= factor;
+        weights[row] = narrow_pair(own[0], own[1]), weights[2 + row] = narrow_pair(own[2], own[3]);
+      }
+      const u16* value = values + (i64)start * HEAD_DIM + 2 * g;
+#pragma unroll
+      for (int tile = 0; tile < HEAD_DIM / 16; tile++) {
+        u32 pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          int at = i / 2 * 8 + 2 * t + i % 2;
+          pairs[i] = start + at <= last ? *(const u32*)(value + (i64)at * HEAD_DIM + tile * 16) : 0;
+        }
+        u32 low[2], high[2];
+        for (int i = 0; i < 2; i++) {
+          low[i] = (pairs[2 * i] & 0xffff) | pairs[2 * i + 1] << 16;
+          high[i] = pairs[2 * i] >> 16 | (pairs[2 * i + 1] & 0xffff0000);
+        }
+        multiply_tile(result.sums[2 * tile], weights, low[0], low[1]);
+        multiply_tile(result.sums[2 * tile + 1], weights, high[0], high[1]);
+      }
+    }
+    return result;
+  }
+};
+
+// Attention of tokens [rows of the pass, row_tokens] over their caches, in 16 bits, to `attended` [tokens, heads,
+// HEAD_DIM]. Blocks: x has a head of keys and 16 of the queries that read it, y a row. Where z has a block for each
+// CHUNK of positions, the last of them adds up what they have; else one block reads all chunks. Both add in one order.
+KERNEL(ATTENDING_WARPS * 32)
+attention(const u16* queries, const u16* keys, const u16* values, const int* rows, const int* positions, int row_tokens,
+          int heads, int kv_heads, int cache_length, int window, f32 scale, f32 cap, f32* partial, u32* counters,
+          u16* attended) {
+  __shared__ f32 exchanged[Attended::SIZE * 32];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int shared_by = heads / kv_heads, tiles = (row_tokens * shared_by + QUERIES - 1) / QUERIES;
+  int kv_head = blockIdx.x / tiles, first = blockIdx.x % tiles * QUERIES;
+  i64 first_token = (i64)blockIdx.y * row_tokens, cache = ((i64)rows[first_token] * kv_heads + kv_head) * cache_length;
+  Attention own{keys + cache * HEAD_DIM, values + cache * HEAD_DIM, positions[first_token + row_tokens - 1], {}, window,
+                scale, cap, {}};
+  i64 places[2];
+  for (int row = 0; row < 2; row++) {
+    int index = first + g + 8 * row;
+    bool is_there = index < row_tokens * shared_by;
+    i64 token = first_token + (is_there ? index / shared_by : 0);
+    own.position[row] = is_there ? positions[token] : -1;
+    places[row] = (token * heads + kv_head * shared_by + index % shared_by) * HEAD_DIM + 4 * t;
+#pragma unroll
+    for (int tile = 0; tile < HEAD_DIM / 16; tile++) {
+      uint2 numbers = is_there ? *(const uint2*)(queries + places[row] + tile * 16) : uint2{0, 0};
+      own.query[tile][row] = numbers.x, own.query[tile][2 + row] = numbers.y;
+    }
+  }
+  int last_chunk = own.last / CHUNK;  // Of what the row's first token sees the first; others see nothing before it.
+  int first_chunk = window ? max(0, positions[first_token] - window + 1) / CHUNK : 0;
+  bool is_split = gridDim.z > 1;
+  f32* chunks = partial + (i64)(blockIdx.y * gridDim.x + blockIdx.x) * gridDim.z * Attended::SIZE * 32;
+  Attended all;
+  for (int chunk = is_split ? blockIdx.z : first_chunk; chunk <= last_chunk; chunk++) {
+    if (chunk >= first_chunk) {
+      Attended part = own.over(chunk * CHUNK + warp * SPAN);
+      for (int next = 1; next < ATTENDING_WARPS; next++) {  // In the order of positions.
+        if (warp == next) part.save(exchanged);
+        __syncthreads();
+        if (warp == 0) part.add(exchanged);
+        __syncthreads();
+      }
+      if (warp == 0 && is_split) part.save(chunks + (i64)chunk * Attended::SIZE * 32);
+      if (warp == 0 && !is_split) {
+        part.save(exchanged);
+        __syncwarp();
+        all.add(exchanged);
+      }
+      __syncthreads();
+    }
+    if (is_split) break;
+  }
+  if (is_split) {
+    if (!is_last(counters + blockIdx.y * gridDim.x + blockIdx.x, gridDim.z)) return;
+    for (int chunk = first_chunk; warp == 0 && chunk <= last_chunk; chunk++)
+      all.add(chunks + (i64)chunk * Attended::SIZE * 32);
+  }
+  for (int row = 0; warp == 0 && row < 2; row++) {
+    if (own.position[row] < 0) continue;
+#pragma unroll
+    for (int tile = 0; tile < HEAD_DIM / 16; tile++) {
+      f32 total = all.total[row];
+      const f32 *even = all.sums[2 * tile] + 2 * row, *odd = all.sums[2 * tile + 1] + 2 * row;
+      uint2 numbers = {narrow_pair(even[0] / total, odd[0] / total), narrow_pair(even[1] / total, odd[1] / total)};
+      *(uint2*)(attended + places[row] + tile * 16) = numbers;
+    }
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------- small kernels
+
+// The tokens of a pass: block m has token first_token + m % row_tokens of row first_row + m / row_tokens, of ids
+// [.., stride]. The embedding [vocab, width] lies in tiles, as weights do. Ids that are none have zeros.
+KERNEL(128)
+begin(const i64* ids, int stride, const i64* write_indices, int first_row, int first_token, int row_tokens, int first_cache_row,
+      const u16* embedding, int vocab, int width, f32 scale, f32* stream, int* rows, int* positions) {
+  int row = first_row + blockIdx.x / row_tokens, token = first_token + blockIdx.x % row_tokens;
+  i64 id = ids[(i64)row * stride + token];
+  if (threadIdx.x == 0) rows[blockIdx.x] = first_cache_row + row, positions[blockIdx.x] = (int)write_indices[row] + token;
+  const u16* table = embedding + id / TILE * width * TILE;
+  for (int k = threadIdx.x; k < width; k += blockDim.x) {
+    i64 lane = id % 8 * 4 + k % 8 / 2;
+    i64 at = (k / TILE * 32 + lane) * 8 + k % TILE / 8 * 4 + id % TILE / 8 * 2 + k % 2;
+    stream[(i64)blockIdx.x * width + k] = id >= 0 && id < vocab ? widen(table[at]) * scale : 0;
+  }
+}
+
+// stream += norm(x): what Gemma adds to the residual stream is normalized.
+KERNEL(128)
+add_normalized(const f32* x, const f32* gamma, f32 epsilon, int width, f32* stream) {
+  __shared__ f32 scale;
+  const f32* own = x + (i64)blockIdx.x * width;
+  if (threadIdx.x < 32) {
+    f32 squares = squares_of(own, width);
+    if (threadIdx.x == 0) scale = reciprocal_rms(squares, width, epsilon);
+  }
+  __syncthreads();
+  for (int k = threadIdx.x; k < width; k += blockDim.x)
+    stream[(i64)blockIdx.x * width + k] += own[k] * scale * gamma[k];
+}
+
+// Keep the stream of tokens whose logits are wanted: block m has number m % wanted of row m / wanted, and copies it where
+// it is one of this pass.
+KERNEL(128)
+keep_wanted(const f32* stream, const i64* logits_indices, int wanted, int first_row, int pass_rows, int first_token,
+            int row_tokens, int width, f32* kept) {
+  int row = blockIdx.x / wanted - first_row;
+  i64 token = logits_indices[blockIdx.x] - first_token;
+  if (row < 0 || row >= pass_rows || token < 0 || token >= row_tokens) return;
+  for (int k = threadIdx.x; k < width; k += blockDim.x)
+    kept[(i64)blockIdx.x * width + k] = stream[(row * (i64)row_tokens + token) * width + k];
+}

@@ -1,0 +1,200 @@
+"""The kernels in ``decoder.cu``: a method each, which queues it, in the order in which a token goes through them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+
+import numpy as np
+
+from specrun.devices import DeviceArray, Grid
+from specrun.devices.cuda import CudaDevice
+from specrun.engine_dir.layers import ACTIVATIONS, TILE, Attention, Decoder, Layer, Linear, Norm
+from specrun.gpu.backend import Feed
+
+CHUNK = 128
+"""Positions of a block of attention."""
+_QUERIES = 16
+_BLOCK_TOKENS = 32
+_FEW_TOKENS = 8
+_NONE = DeviceArray(0, (0,), np.dtype(np.float32))
+
+_PRODUCTS = ("heads", "gated", "added", "logits")
+THREADS = {
+    **{f"{product}_{tokens}": 256 for product in _PRODUCTS for tokens in (_FEW_TOKENS, _BLOCK_TOKENS)},
+    "attention": 128,
+    **dict.fromkeys(("begin", "add_normalized", "keep_wanted"), 128),
+}
+"""Threads per block."""
+
+
+def source(dtype: str, head_dim: int) -> str:
+    """The text of ``decoder.cu``, behind what is constant in an engine."""
+    text = (resources.files(__package__) / "decoder.cu").read_text(encoding="utf-8")
+    constants = f"#define HEAD_DIM {head_dim}\n#define BFLOAT16 {int(dtype == 'bfloat16')}\n"
+    return f'{constants}#line 1 "decoder.cu"\n{text}'
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a pass: a rectangle of a feed's."""
+
+    first_row: int
+    rows: int
+    first_token: int
+    row_tokens: int
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
+        return self.rows * self.row_tokens
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What kernels leave for the next ones. The first axis is at least the tokens of a pass."""
+
+    stream: DeviceArray
+    """[tokens, width] float32: the residual stream"""
+    rows: DeviceArray
+    """[tokens] int32: rows of the cache"""
+    positions: DeviceArray
+    """[tokens] int32"""
+    projected: DeviceArray
+    """[tokens, outputs] float32"""
+    queries: DeviceArray
+    """[tokens, heads, head_dim] in 16 bits"""
+    attended: DeviceArray
+    """[tokens, heads, head_dim] in 16 bits"""
+    gated: DeviceArray
+    """[tokens, inputs of down] in 16 bits"""
+    partial: DeviceArray
+    """float32: parts of attention"""
+    counters: DeviceArray
+    """uint32, zeros"""
+    wanted: DeviceArray
+    """[B * K, width] float32: the stream of tokens whose logits are wanted"""
+
+
+class DecoderKernels:
+    """Queues the kernels of a decoder, on its weights and buffers."""
+
+    def __init__(self, device: CudaDevice, decoder: Decoder) -> None:
+        """Compile them. Raises BackendError."""
+        self._device, self._decoder = device, decoder
+        self.weights: dict[str, DeviceArray] = {}
+        """Tensors of the decoder by name."""
+        self.buffers: Buffers
+        """There before the first launch."""
+        self._prefix = f"{decoder.dtype}, heads of {decoder.head_dim}: "  # Two engines of a device may differ.
+        device.add_kernels(source(decoder.dtype, decoder.head_dim), THREADS, prefix=self._prefix)
+
+    def begin(self, tokens: Tokens, feed: Feed, first_cache_row: int) -> None:
+        """Look up the embeddings of ``tokens``, and where they stand."""
+        decoder, buffers = self._decoder, self.buffers
+        self._launch(
+            "begin",
+            (tokens.count, 1, 1),
+            *(feed.input_ids, feed.input_ids.shape[1], feed.write_indices),
+            *(tokens.first_row, tokens.first_token, tokens.row_tokens, first_cache_row),
+            *(self.weights[decoder.embedding], decoder.vocab_size, decoder.width, _bits(decoder.embedding_scale)),
+            *(buffers.stream, buffers.rows, buffers.positions),
+        )
+
+    def project_heads(self, tokens: Tokens, layer: Layer, keys: DeviceArray, values: DeviceArray) -> None:
+        """Project the normalized stream to queries, and to keys and values in their caches."""
+        decoder, buffers, attention = self._decoder, self.buffers, layer.attention
+        head_norm = attention.query_norm or attention.key_norm
+        query_gamma, key_gamma = (
+            self._tensor(norm.weight if norm else None) for norm in (attention.query_norm, attention.key_norm)
+        )
+        self._product(
+            "heads",
+            layer.heads,
+            layer.heads.outputs,
+            tokens.count,
+            *(self._tensor(layer.heads.bias), buffers.stream, *self._norm(layer.input_norm)),
+            *(layer.heads.inputs, tokens.count, decoder.num_heads, decoder.num_kv_heads),
+            *(query_gamma, key_gamma, _bits(head_norm.epsilon if head_norm else 0)),
+            *(self._tensor(attention.cos), self._tensor(attention.sin), attention.rotated, int(attention.interleaved)),
+            *(buffers.rows, buffers.positions, decoder.cache_length, buffers.projected, buffers.counters),
+            *(buffers.queries, keys, values),
+        )
+
+    def attend(self, tokens: Tokens, attention: Attention, keys: DeviceArray, values: DeviceArray) -> None:
+        """Attend to a layer's keys and values."""
+        decoder, buffers = self._decoder, self.buffers
+        tiles, chunks = attention_blocks(decoder, tokens)
+        self._launch(
+            "attention",
+            (decoder.num_kv_heads * tiles, tokens.rows, chunks),
+            *(buffers.queries, keys, values, buffers.rows, buffers.positions, tokens.row_tokens),
+            *(decoder.num_heads, decoder.num_kv_heads, decoder.cache_length, attention.window),
+            *(_bits(attention.scale), _bits(attention.softcap), buffers.partial, buffers.counters, buffers.attended),
+        )
+
+    def add_projected(self, given: DeviceArray, count: int, linear: Linear, norm: Norm | None) -> None:
+        """Add the projection of ``given``, with a norm behind it where there is one, to the stream."""
+        buffers = self.buffers
+        residual, to = (_NONE, buffers.projected) if norm else (buffers.stream, buffers.stream)
+        sizes = (linear.inputs, count, linear.outputs)
+        self._product("added", linear, linear.outputs, count, self._tensor(linear.bias), given, *sizes, residual, to)
+        if norm:
+            arguments = (buffers.projected, *self._norm(norm), linear.outputs, buffers.stream)
+            self._launch("add_normalized", (count, 1, 1), *arguments)
+
+    def project_gated(self, count: int, layer: Layer) -> None:
+        """Project the normalized stream to the gated numbers of an MLP."""
+        linear, buffers = layer.gate_up, self.buffers
+        outputs = linear.outputs // 2
+        sizes = (linear.inputs, count, outputs, ACTIVATIONS.index(layer.activation))
+        self._product(
+            "gated", linear, outputs, count, buffers.stream, *self._norm(layer.mlp_norm), *sizes, buffers.gated
+        )
+
+    def keep_wanted(self, tokens: Tokens, feed: Feed) -> None:
+        """Keep the stream of those of ``tokens`` whose logits are wanted."""
+        buffers, (batch, wanted) = self.buffers, feed.logits_indices.shape
+        self._launch(
+            "keep_wanted",
+            (batch * wanted, 1, 1),
+            *(buffers.stream, feed.logits_indices, wanted),
+            *(tokens.first_row, tokens.rows, tokens.first_token, tokens.row_tokens),
+            *(self._decoder.width, buffers.wanted),
+        )
+
+    def project_logits(self, count: int, logits: DeviceArray) -> None:
+        """Compute the logits [count, vocab_size] of the kept tokens."""
+        decoder, head = self._decoder, self._decoder.head
+        arguments = (self.buffers.wanted, *self._norm(decoder.norm), head.inputs, count, head.outputs)
+        self._product("logits", head, head.outputs, count, *arguments, _bits(decoder.logits_softcap), logits)
+
+    def _product(self, name: str, linear: Linear, outputs: int, count: int, *arguments: DeviceArray | int) -> None:
+        block = _FEW_TOKENS if count <= _FEW_TOKENS else _BLOCK_TOKENS
+        grid = (-(-outputs // TILE), -(-count // block), 1)
+        self._launch(f"{name}_{block}", grid, self.weights[linear.weight], *arguments)
+
+    def _launch(self, name: str, grid: Grid, *arguments: DeviceArray | int) -> None:
+        self._device.launch(self._prefix + name, grid, *arguments)
+
+    def _tensor(self, name: str | None) -> DeviceArray:
+        return self.weights[name] if name else _NONE
+
+    def _norm(self, norm: Norm | None) -> tuple[DeviceArray, int]:
+        return (self.weights[norm.weight], _bits(norm.epsilon)) if norm else (_NONE, 0)
+
+
+def attention_blocks(decoder: Decoder, tokens: Tokens) -> tuple[int, int]:
+    """The blocks that the queries of a head of keys are divided between, and those that positions are: 1 of prompts."""
+    tiles = -(-tokens.row_tokens * (decoder.num_heads // decoder.num_kv_heads) // _QUERIES)
+    return tiles, -(-decoder.cache_length // CHUNK) if tokens.row_tokens <= _BLOCK_TOKENS else 1
+
+
+def partial_size(decoder: Decoder) -> int:
+    """Numbers of a block's part of attention: see ``Attended`` in decoder.cu."""
+    return 32 * (decoder.head_dim // 2 + 4)
+
+
+def _bits(value: float) -> int:
+    """A float32 as the integer with its bits, as kernels take 32-bit numbers."""
+    return int(np.float32(value).view(np.int32))

@@ -1,0 +1,214 @@
+"""Engines of our own kernels on simulated GPUs: their logits are the model's, and their bits depend on nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from scripts.fuzz_bit_exact import fuzz
+from scripts.real_models import NoPackagesError, real_model
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.engine_dir.config import LAYERS_NAME, open_engine
+from specrun.engine_dir.dtypes import DTYPES
+from specrun.errors import EngineDirError
+from specrun.gpu.backend import DeviceBackend, Feed, open_device_backend
+from specrun.gpu.decoder import backend as decoder_backend
+from specrun.gpu.kernels import open_gpu
+from specrun.request.request import Request
+from specrun.sampling.sampler import Floats, SamplingParams
+from tests.gpu_simulator import gpus
+from tests.helpers.engines import make_engine, make_onnx, once, redescribe
+from tests.helpers.families import VOCAB, save_checkpoint
+from tests.helpers.tables import decode
+
+FAMILIES = ("llama3.2", "tinyllama", "mistral", "gemma", "gemma2", "gemma3", "phi3-longrope", "qwen2", "qwen3")
+"""Those whose layers differ: tied embeddings, one head of keys, windows, many norms, caps, joined weights, biases."""
+LENGTH = 300
+"""Tokens of a text: more than two blocks of attention see them."""
+
+
+class Passes:
+    """An opened engine, whose passes are run one by one."""
+
+    def __init__(self, backend: DeviceBackend) -> None:
+        self.backend = backend
+        backend.allocate_cache()
+        for row in range(backend.cache.rows):  # What a mask hides does not count.
+            for tensor in backend.cache.part(row, 1):
+                backend.device.write(tensor, np.full(tensor.shape, 0x4444, np.uint16))
+
+    def run(self, ids: Any, starts: Any, wanted: Any, first: int = 0) -> Floats:
+        """Logits [B, K, V] of tokens [B, S] of the rows from ``first`` on."""
+        device = self.backend.device
+        given = [np.asarray(each, np.int64) for each in (ids, starts, wanted)]
+        feed = Feed(*(device.zeros(each.shape, np.int64) for each in given))
+        for array, values in zip(feed, given, strict=True):
+            device.write(array, values)
+        logits = device.zeros((*given[2].shape, self.backend.config.graph.vocab_size), np.float32)
+        self.backend.enqueue(feed, logits, first, fixed=False)
+        found = device.pinned_like(logits)
+        device.copy_to_host(logits, found)
+        device.wait()
+        return found.copy()
+
+
+@contextmanager
+def opened(engine: Path) -> Iterator[Passes]:
+    with ExitStack() as stack:
+        device = open_gpu(0)
+        stack.callback(device.close)
+        backend = open_device_backend(engine, open_engine(engine), [device])
+        stack.callback(backend.close)
+        yield Passes(backend)
+
+
+@pytest.fixture(scope="module")
+def engine_of(shared: Path) -> Callable[..., Path]:
+    """The engine of a family, made once."""
+
+    def engine(family: str, dtype: str = "bfloat16", seed: int = 1, length: int = 112) -> Path:
+        def make(directory: Path) -> None:
+            changes: Any = {"max_position_embeddings": 512} if length > 112 else {}
+            hf = save_checkpoint(directory / "hf", family, seed, getattr(torch, dtype), **changes)
+            onnx = make_onnx(hf, directory / "onnx", verify=False)
+            sizes: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 64, "max_draft_len": 7}
+            make_engine(onnx, directory / "engine", backend="cuda", max_seq_len=length, **sizes)
+
+        return once(shared / "cuda" / f"{family}.{dtype}.{seed}.{length}", make) / "engine"
+
+    return engine
+
+
+@pytest.mark.quick("llama3.2", "gemma3-float16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(engine_of: Callable[..., Path], family: str, dtype: str) -> None:
+    """Rows of several lengths, fed in pieces, within what rounding to 16 bits moves."""
+    engine = engine_of(family, dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(engine.parent / "hf", attn_implementation="eager").float()
+    texts = np.random.default_rng(0).integers(1, VOCAB, (2, 40))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(texts)).logits.numpy()
+    with opened(engine) as passes:
+        passes.run(texts[:, :9], [0, 0], [[0], [0]])
+        passes.run(texts[1:, 9:20], [9], [[0]], first=1)
+        several = passes.run([texts[0, 9:22], [*texts[1, 20:30], 0, 0, 0]], [9, 20], [[*range(2, 10)]] * 2)
+        alone = passes.run(texts[:1, 22:23], [22], [[0]])
+    scale = np.abs(expected).max()
+    assert scale > 0.5, "logits so flat would hide mistakes"
+    for found, reference in ((several, [expected[0, 11:19], expected[1, 22:30]]), (alone, [expected[0, 22:23]])):
+        assert np.abs(found - np.stack(reference)).max() < DTYPES[dtype].tolerance * scale
+
+
+@pytest.mark.parametrize("family", ["tinyllama", "gemma3"])
+def test_bits_do_not_depend_on_what_a_pass_has_beside(
+    engine_of: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token at a time, and in random pieces of random rows, prompts of several passes among them."""
+    dice = np.random.default_rng(3)
+    texts = dice.integers(1, VOCAB, (4, LENGTH))
+    with opened(engine_of(family, length=330)) as passes:
+        alone = [passes.run(texts[:1, at : at + 1], [at], [[0]])[0, 0] for at in range(LENGTH)]
+        monkeypatch.setattr(decoder_backend, "PASS_TOKENS", 50)
+        rows, places = np.array([texts[3], texts[0], texts[2]]), np.zeros(3, np.int64)
+        while (places < LENGTH).all():
+            width = int(dice.choice([1, 2, 5, 8, 9, 16, 33, 64]))
+            width = min(width, *(LENGTH - places))
+            if not width:
+                break
+            ids = np.stack([row[place : place + width] for row, place in zip(rows, places, strict=True)])
+            kept = np.arange(max(0, width - 8), width)
+            logits = passes.run(ids, places, [kept] * 3, first=1)
+            for number, at in enumerate(places[1] + kept):
+                assert np.array_equal(logits[1, number], alone[at]), f"token {at} in a pass of {width}"
+            places += width - dice.integers(0, 2, 3) * (width > 3)  # Some tokens are fed again.
+
+
+def test_texts_with_drafts_are_the_targets_own(engine_of: Callable[..., Path]) -> None:
+    """To the bit, log-probabilities too: random requests in batches that come and go, with random drafters."""
+    target, drafts = engine_of("llama3.2"), [engine_of("llama3.2", seed=2), engine_of("qwen3", seed=2)]
+    tally = fuzz(target, [*drafts, target], 48, seed=1, bit_exact=True)
+    assert (tally.different_texts, tally.different_logprobs) == (0, 0)
+    assert tally.accepted > 50
+    with SpeculativeDecoder.open(target, drafts[0], DraftTargetConfig(3, cuda_graph=False)) as decoder:
+        assert decoder.exactness.on
+        decode(decoder, again := [Request([5, 9, 200], SamplingParams(0.9, seed=1), 20)])
+    with SpeculativeDecoder.open(target) as decoder:
+        decode(decoder, alone := [Request([5, 9, 200], SamplingParams(0.9, seed=1), 20)])
+    assert again[0].output == alone[0].output
+
+
+@pytest.mark.slow("families: test_logits_are_those_of_transformers")
+def test_a_real_model(shared: Path) -> None:
+    """SmolLM2-135M's next tokens are those of its makers' library."""
+    try:
+        checkpoint = real_model("SmolLM2-135M-Instruct", Path(".cache/real_models").absolute())
+    except NoPackagesError as error:
+        pytest.skip(error.message)
+
+    def make(directory: Path) -> None:
+        onnx = make_onnx(checkpoint, directory / "onnx", verify=False)
+        make_engine(onnx, directory / "engine", backend="cuda", max_batch_size=1, max_seq_len=256, max_draft_len=7)
+
+    engine = once(shared / "cuda" / "smollm2", make) / "engine"
+    ids = json.loads((Path(__file__).parents[1] / "vectors" / "capital.json").read_text())
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0, -8:].numpy()
+    with opened(engine) as passes:
+        found = passes.run([ids], [0], [range(len(ids) - 8, len(ids))])[0]
+    assert (found.argmax(-1) == expected.argmax(-1)).all()
+    assert np.abs(found - expected).max() < 3 * DTYPES["bfloat16"].noise * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "says"),
+    [
+        (("width",), 32, "expected uint16"),
+        (("layers", 0, "heads", "outputs"), 1 << 20, "expected"),
+        (("tensors", "model.model.norm.weight", "shape"), [1], "expected float32"),
+        (("num_kv_heads",), 3, "heads of"),
+        (("dtype",), "float16", "describes another engine"),
+        (("unknown",), 1, "Extra inputs"),
+    ],
+)
+def test_layers_that_do_not_fit_together_are_refused(
+    engine_of: Callable[..., Path], tmp_path: Path, where: tuple[Any, ...], value: Any, says: str
+) -> None:
+    """Before any kernel reads beyond its memory."""
+    shutil.copytree(engine_of("qwen3"), tmp_path / "engine")
+    path = tmp_path / "engine" / LAYERS_NAME
+    layers = json.loads(path.read_text())
+    *outer, last = where
+    part = layers
+    for key in outer:
+        part = (
+            part[next(name for name in part if str(name).startswith("model.model.norm"))]
+            if "norm" in str(key)
+            else part[key]
+        )
+    part[last] = value
+    path.write_text(json.dumps(layers))
+    redescribe(tmp_path / "engine")
+    with pytest.raises(EngineDirError, match=says), opened(tmp_path / "engine"):
+        pass
+
+
+def test_kernels_run_backwards_too(engine_of: Callable[..., Path]) -> None:
+    """Threads and blocks in the opposite order, in which the last block is another one."""
+    ids = np.random.default_rng(5).integers(1, VOCAB, (2, 40))
+    with opened(engine_of("gemma3")) as passes:
+        expected = passes.run(ids, [0, 0], [range(32, 40)] * 2)
+        with gpus.backwards():
+            found = passes.run(ids, [0, 0], [range(32, 40)] * 2)
+    assert np.array_equal(found, expected)
