@@ -23,6 +23,7 @@ import click
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.devices.driver import why_no_gpu
 from specrun.devices.processor import describe_processor
 from specrun.engine_dir.config import open_engine
 from specrun.request.options import RequestOptions
@@ -35,8 +36,10 @@ FEW_BITS: dict[str, dict[str, Any]] = {
     "int4": {"qformat": "int4"},
     "int4 by 64": {"qformat": "int4", "group_size": 64},  # ONNX Runtime's own products have to pad these.
 }
-FORMS = ("float32", *FEW_BITS, "recurrent", "recurrent int8", "2 ranks", "2 ranks int8", "2 ranks int4")
-"""Forms of weights: of a dense target, of one with gated delta nets, and of a dense one that two processes compute."""
+FORMS = ("float32", *FEW_BITS, "recurrent", "recurrent int8", "2 ranks", "2 ranks int8", "2 ranks int4", "cuda")
+"""Forms of weights: of a dense target, of one with gated delta nets, of a dense one that two processes compute.
+
+cuda: bfloat16 for our own CUDA kernels, which run on the simulator where there is no GPU."""
 GROUP = 24
 """Requests that one pair decodes."""
 LONGEST_OUTPUT = 32
@@ -157,6 +160,8 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     from tests.helpers.families import save_checkpoint
 
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384}
+    if form == "cuda":
+        return _make_cuda_engines(root, sizes)
     is_recurrent, ranks = form.startswith("recurrent"), 2 if form.startswith("2 ranks") else 1
     bits = form.removeprefix("recurrent").removeprefix("2 ranks").strip()
     family, layers = ("qwen3_5", 4) if is_recurrent else ("llama3", 3)
@@ -168,6 +173,22 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     target = make_engine(checkpoint, root / "target", max_draft_len=7, max_batch_size=5, tp_size=ranks)
     sources = {"rough": rough, "itself": checkpoint, "other": other}
     return target, [make_engine(source, root / name, max_batch_size=5) for name, source in sources.items()]
+
+
+def _make_cuda_engines(root: Path, sizes: dict[str, Any]) -> tuple[Path, list[Path]]:
+    """A target for our own CUDA kernels, and drafts: itself, and one that never agrees."""
+    from tests.helpers.engines import make_engine, make_onnx
+    from tests.helpers.families import save_checkpoint
+
+    if why_no_gpu():
+        from tests.gpu_simulator import gpus
+
+        gpus.start(1)
+    hf = {name: save_checkpoint(root / name / "hf", name, seed=1, **sizes) for name in ("qwen3", "gemma3")}
+    onnx = {name: make_onnx(path, root / name / "onnx", verify=False, dtype="bfloat16") for name, path in hf.items()}
+    target = make_engine(onnx["qwen3"], root / "target", max_draft_len=5, max_batch_size=4, backend="cuda")
+    other = make_engine(onnx["gemma3"], root / "other", max_batch_size=4, backend="cuda")
+    return target, [target, other]
 
 
 @click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})

@@ -135,9 +135,7 @@ def _score(
 
 def _predictions(decoder: SpeculativeDecoder, window: Sequence[int]) -> Iterator[Floats]:
     """Log-probabilities [n, V] after each of the window's tokens but the last, in pieces."""
-    runner = decoder.scheduler.round.host_target
-    if runner is None:
-        raise BackendError("score reads all of the target's logits on the host: for now it needs CPU engines")
+    runner = decoder.scheduler.round.target_logits()
     runner.reserve(1, len(window))
     for _ in range(0, len(window) - 1, _CHUNK):
         logits = runner.score(window[:-1], 0, _CHUNK)

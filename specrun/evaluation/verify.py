@@ -22,13 +22,13 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import EngineConfig, read_config
 from specrun.engine_dir.dtypes import DTYPES
-from specrun.errors import BackendError, EngineDirError, RequestError
+from specrun.errors import EngineDirError, RequestError
 from specrun.evaluation.fit import Fit, chi_squared, ranked
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
-from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.penalties import TokenCounts, apply_penalties
 from specrun.sampling.sampler import Floats, SamplingParams, probabilities, sample
+from specrun.speculative.round import TargetLogits
 from specrun.text.grammar import Grammar, Mask
 from specrun.text.masks import apply_mask
 
@@ -160,7 +160,7 @@ def verify(
     ``params`` are the settings of all texts, greedy ones at temperature 0; draws count seeds up from its seed. One
     batch of texts and FEWEST draws take their time in any case. ``report`` hears what is going on. Of ``options``,
     constraints count: then the target's logits are masked, by a matcher that no draft token has moved.
-    Raises RequestError, BackendError where engines are on a GPU, and what opening the pair raises.
+    Raises RequestError, and what opening the pair raises.
     """
     params, config = (params or WARM).seeded(), config or DraftTargetConfig()
     target_dir, draft_dir = engines_of(target, draft, build)
@@ -169,13 +169,11 @@ def verify(
         config = replace(config, draft_len=min(DRAFT_LEN, most) or None)
     with SpeculativeDecoder.open(target_dir, draft_dir, config, tokenizer_dir) as decoder:
         rounds = decoder.scheduler.round
-        if rounds.host_target is None:
-            raise BackendError("verify reads all of the target's logits on the host: for now it needs CPU engines")
         for note in decoder.notes:
             report(f"note: {note}")
         asked = enumerate(prompts, 1)
         texts = [decoder.request(each, max_output_len=1, name=f"prompt {n}").prompt for n, each in asked]
-        check = _Check(decoder, rounds.host_target, texts)
+        check = _Check(decoder, rounds.target_logits(), texts)
         if options and options.constraint:
             check.grammar = decoder.request(texts[0], options=options, max_output_len=1).grammar
         began = time.perf_counter()
@@ -194,7 +192,7 @@ def verify(
 class _Check:
     """A pair under test. Between batches of the loop, its target's own runner gives the exact logits."""
 
-    def __init__(self, decoder: SpeculativeDecoder, target: ModelRunner, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, decoder: SpeculativeDecoder, target: TargetLogits, prompts: Sequence[Sequence[int]]) -> None:
         build = decoder.target.build_config
         self.decoder, self.target, self.prompts = decoder, target, prompts
         self.grammar: Grammar | None = None

@@ -40,13 +40,14 @@ from specrun.gpu.captures import Captures
 from specrun.gpu.drafters import DeviceDrafter, DraftProbs
 from specrun.gpu.kernels import calls
 from specrun.gpu.kernels.layout import DISTRIBUTION
+from specrun.gpu.logits import DeviceLogits
 from specrun.gpu.records import DeviceRecords, QueuedRound
 from specrun.gpu.rows import DeviceRows
 from specrun.gpu.runner import DeviceRunner
 from specrun.request.request import Outcome, Request, num_accepted
 from specrun.sampling.sampler import SamplingParams
 from specrun.speculative.exactness import Exactness
-from specrun.speculative.round import Round, RoundResult, Rows
+from specrun.speculative.round import Round, RoundResult, Rows, TargetLogits
 from specrun.text.masks import fill_masks
 
 _TIMED = 3
@@ -189,6 +190,10 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
     @override
     def problem(self) -> str | None:
         return next(filter(None, (device.problem() for device in self._devices)), None)
+
+    @override
+    def target_logits(self) -> TargetLogits:
+        return DeviceLogits(self.target)
 
     @override
     def close(self) -> None:

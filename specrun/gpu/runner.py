@@ -17,6 +17,7 @@ from specrun.gpu.rows import DeviceRows
 from specrun.kv_cache.rows import rows_of
 from specrun.request.request import Outcome, Request
 from specrun.runners.host_runner import build_inputs
+from specrun.sampling.sampler import Floats
 
 
 @dataclass
@@ -56,6 +57,8 @@ class DeviceRunner:
         # Engines need aligned addresses, so the logits of a step begin at a multiple of 256 bytes.
         self.step_stride = -(-rows * num_logits * self.vocab // 64) * 64
         self.logits = self.device.zeros((steps, self.step_stride), np.float32)
+        self._pinned: Floats | None = None
+        """Logits on the host, once somebody reads some."""
 
     def allocate_pool(self, blocks: int) -> None:
         """Give the prefix cache ``blocks`` blocks, before any request."""
@@ -143,6 +146,24 @@ class DeviceRunner:
         logits = self._step_logits(batch, step, num_logits)
         self._enqueue(feed, logits, 0, fixed=True)
         return logits
+
+    def read_logits(self, chunk: Sequence[int], start: int, row: int, num_logits: int) -> Floats:
+        """Feed tokens to positions from ``start`` on of a row, and wait.
+
+        Returns logits [num_logits, V] of the first ones. Not for recurrent layers.
+        """
+        feed = self._feed(1, len(chunk), num_logits)
+        values = [np.minimum([chunk], self.vocab - 1), [start], [range(num_logits)]]
+        for array, content in zip(feed, values, strict=True):
+            self.device.write(array, np.array(content, np.int64))
+        logits = self._step_logits(1, 0, num_logits)
+        self.backend.enqueue(feed, logits, row, fixed=False)
+        if self._pinned is None:
+            self._pinned = self.device.pinned_like(self._step_logits(1, 0, self.logits_indices.shape[1]))
+        found: Floats = self._pinned[0, :num_logits]
+        self.device.copy_to_host(logits, found)
+        self.device.wait()
+        return found.copy()
 
     def end_round(self, row: int, request: Request, outcome: Outcome | SpecError, num_read: int) -> None:
         """Note what a round has left of ``row``, when it is read and before its outcome is committed.

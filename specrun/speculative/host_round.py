@@ -30,7 +30,7 @@ from specrun.sampling.sampler import (
     sample,
     uniform,
 )
-from specrun.speculative.round import EngineTimes, Round, RoundResult
+from specrun.speculative.round import EngineTimes, Round, RoundResult, TargetLogits
 
 
 class HostRound(Round[ModelRunner, Drafter]):
@@ -46,6 +46,10 @@ class HostRound(Round[ModelRunner, Drafter]):
         if self._draft_texts and self._draft_texts.keeps_to_target:
             target.head = self._draft_texts.runner
         self._can_read_prompts = self.skips_unused_tokens and not (target.has_states or target.head)
+
+    @override
+    def target_logits(self) -> TargetLogits:
+        return self.target
 
     @override
     def reads_prompts(self, requests: Sequence[Request], first: int, max_tokens: int) -> bool:

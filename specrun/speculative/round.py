@@ -16,6 +16,7 @@ from specrun.kv_cache.host_memory import shortage
 from specrun.request.request import Outcome, Request
 from specrun.runners.cached_texts import AnyRunner, CachedTexts
 from specrun.runners.host_runner import ModelRunner
+from specrun.sampling.sampler import Floats
 from specrun.speculative.exactness import Exactness
 
 
@@ -46,6 +47,21 @@ class Rows(Protocol):
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
+
+
+class TargetLogits(Protocol):
+    """The target's logits on the host, for those who compare texts with them, between rounds."""
+
+    vocab_size: int
+
+    def reserve(self, num_rows: int, length: int) -> None:
+        """Begin with ``num_rows`` empty rows of ``length`` tokens at most."""
+
+    def forward(self, token_ids: Sequence[Sequence[int]], num_logits: Sequence[int]) -> Floats:
+        """See ``ModelRunner.forward``."""
+
+    def score(self, token_ids: Sequence[int], row: int, max_tokens: int) -> Floats:
+        """See ``ModelRunner.score``."""
 
 
 DrafterT = TypeVar("DrafterT", bound=BaseDrafter)
@@ -101,6 +117,10 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
     def problem(self) -> str | None:
         """Why no step can work any more, as far as is known; None: they can. Any thread may ask."""
         return self.host_target.backend.problem() if self.host_target else None
+
+    @abstractmethod
+    def target_logits(self) -> TargetLogits:
+        """What reads the target's logits. Raises BackendError where it cannot."""
 
     @abstractmethod
     def close(self) -> None:

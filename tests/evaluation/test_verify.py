@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,10 @@ import pytest
 from scipy import stats
 
 from specrun.config import DraftTargetConfig
-from specrun.decoder import SpeculativeDecoder
 from specrun.drafters import Proposal
 from specrun.drafters.model import ModelDrafter
 from specrun.engine_dir.dtypes import DTYPES
-from specrun.errors import BackendError, PairError, RequestError
+from specrun.errors import PairError, RequestError
 from specrun.evaluation import verify as verifying
 from specrun.evaluation.fit import Fit, chi_squared, ranked
 from specrun.evaluation.verify import Verdict, near_tie, nearly_kept, verify
@@ -224,17 +222,6 @@ def test_bad_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: l
     monkeypatch.setattr("tests.evaluation.test_verify.PROMPTS", prompts)
     with pytest.raises(RequestError, match=reason):
         check(tmp_path, normal(40, 13, 16), normal(41, 13, 16))
-
-
-def test_gpu_rounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[bool] = []
-    rounds = SimpleNamespace(close=lambda: closed.append(True), max_draft_len=4, host_target=None)
-    target = SimpleNamespace(eos_token_ids=[], build_config=SimpleNamespace(max_input_len=8))
-    decoder = SpeculativeDecoder(rounds, None, target, 1)  # type: ignore[arg-type]
-    monkeypatch.setattr("specrun.decoder.SpeculativeDecoder.open", lambda *_: decoder)
-    with pytest.raises(BackendError, match="needs CPU engines"):
-        verify(tmp_path, tmp_path, PROMPTS, WARM, DraftTargetConfig(4), 1)
-    assert closed
 
 
 # What counts as a near-tie.

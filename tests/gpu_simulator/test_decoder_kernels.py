@@ -21,6 +21,8 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import LAYERS_NAME, open_engine
 from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import EngineDirError
+from specrun.evaluation.score import score
+from specrun.evaluation.verify import verify
 from specrun.gpu.backend import DeviceBackend, Feed, open_device_backend
 from specrun.gpu.decoder import backend as decoder_backend
 from specrun.gpu.kernels import open_gpu
@@ -212,3 +214,13 @@ def test_kernels_run_backwards_too(engine_of: Callable[..., Path]) -> None:
         with gpus.backwards():
             found = passes.run(ids, [0, 0], [range(32, 40)] * 2)
     assert np.array_equal(found, expected)
+
+
+def test_verify_and_score_read_the_targets_logits(engine_of: Callable[..., Path]) -> None:
+    """Texts must be those of the target to the byte; a text is as probable as on the CPU."""
+    target, draft = engine_of("llama3.2"), engine_of("qwen3", seed=2)
+    verdict = verify(target, draft, [[5, 9, 200], [17]], SamplingParams(), DraftTargetConfig(3), seconds=1)
+    assert verdict.bit_exact and verdict.good, verdict.lines()
+    cpu = make_engine(target.parent / "onnx", target.parent / "cpu")
+    own, other = (score(engine, "draft tokens are checked by the target").logprobs for engine in (target, cpu))
+    assert np.abs(np.array(own)[:, 1] - np.array(other)[:, 1]).max() < 0.05
