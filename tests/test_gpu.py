@@ -31,7 +31,7 @@ SAMPLED = SamplingParams(temperature=0.9, top_k=60, top_p=0.95, seed=11)
 LENGTH = 40
 
 
-@pytest.fixture(scope="module", params=BACKEND_NAMES)
+@pytest.fixture(scope="module", params=[name for name in BACKEND_NAMES if name != "cuda"])  # test_gpu_decoder has that.
 def pair(request: pytest.FixtureRequest, onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if reason := why_no_gpu_backend(request.param):
         pytest.skip(reason)

@@ -113,7 +113,7 @@ def open_device_backend(
     if config.backend.name == "cuda":
         from specrun.gpu.decoder.backend import CudaBackend
 
-        return CudaBackend(directory, config, device)
+        return CudaBackend.open(directory, config, device)
     if config.build_config.tp_size > 1:
         from specrun.gpu.trt_ranks import TrtRanks
 

@@ -94,6 +94,15 @@ def test_tables(run: Run) -> None:
     assert "device_us" not in found["pieces"]["greedy"]["batch 2"]
 
 
+@pytest.mark.usefixtures("nothing_left")
+def test_own_engine(run: Run) -> None:
+    found = run("own engine")["own engine"]
+    assert list(errors(found)) == []
+    tiny = found["tiny"]
+    assert tiny["batch 2"]["3 tokens"]["nodes"] == 2 + 5 * 2 + 2, "of layers five each, the first and last two around"
+    assert set(tiny["kernels"]["1 x 5"]) == {"heads", "attention", "output", "gate_up", "down", "logits"}
+
+
 @pytest.mark.usefixtures("nothing_left", "narrow")
 def test_kernels(run: Run) -> None:
     found = run("kernels")["kernels"]

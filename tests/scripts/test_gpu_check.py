@@ -45,7 +45,7 @@ def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
     report = json.loads(output.read_text())
     assert report["machine"]["gpu"] is None
     assert report["machine"]["packages"]["torch"]
-    assert set(report["backends"]) == {"onnxruntime", "tensorrt", "tensorrt_rtx"}
+    assert set(report["backends"]) == {"onnxruntime", "tensorrt", "tensorrt_rtx", "cuda"}
     assert not any(state["usable"] for state in report["backends"].values())
 
 

@@ -46,18 +46,21 @@ def measure_engine(results: Results, directory: Path, size: Size, layers: Result
         results.put(workspace_bytes=backend.workspace_bytes, bytes_per_second=bandwidth, recorded=backend.capturable)
         if isinstance(backend, TrtBackend):
             results.attempt("layers", _describe, backend, layers)
-        calls = _Calls(backend, device, bandwidth)
-        build = config.build_config
-        for batch in (batch for batch in size.batches if batch <= build.max_batch_size):
-            for sequence in (sequence for sequence in size.sequences if sequence <= build.max_draft_len + 1):
-                place = results.part(f"batch {batch}")
-                place.attempt(f"{sequence} tokens", calls.measure_round, batch, sequence)
-        for length in (length for length in size.prompts if length <= build.max_input_len):
-            results.part("prompt").attempt(f"{length} tokens", calls.measure_prompt, length)
+        measure_calls(results, backend, device, size, bandwidth)
     finally:
         if backend:
             backend.close()
         device.close()
+
+
+def measure_calls(results: Results, backend: DeviceBackend, device: CudaDevice, size: Size, bandwidth: float) -> None:
+    """Rounds' calls for every batch and width, and prompts. bandwidth: what the memory gives, in bytes a second."""
+    calls, build = _Calls(backend, device, bandwidth), backend.config.build_config
+    for batch in (batch for batch in size.batches if batch <= build.max_batch_size):
+        for sequence in (sequence for sequence in size.sequences if sequence <= build.max_draft_len + 1):
+            results.part(f"batch {batch}").attempt(f"{sequence} tokens", calls.measure_round, batch, sequence)
+    for length in (length for length in size.prompts if length <= build.max_input_len):
+        results.part("prompt").attempt(f"{length} tokens", calls.measure_prompt, length)
 
 
 def _describe(results: Results, backend: TrtBackend, layers: Results) -> None:

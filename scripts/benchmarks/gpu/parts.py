@@ -13,6 +13,7 @@ from scripts.benchmarks.gpu.checks import run_sanitizer, run_tests
 from scripts.benchmarks.gpu.engines import measure_engine
 from scripts.benchmarks.gpu.kernels import time_kernels
 from scripts.benchmarks.gpu.models import engine_dir, make_engine, make_pair
+from scripts.benchmarks.gpu.own_engine import measure_own_engine
 from scripts.benchmarks.gpu.pairs import measure_lengths, measure_pair, soak_pair
 from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import SIZES, Size
@@ -102,6 +103,7 @@ def _soak_pair(results: Results, settings: Settings, backend: str) -> None:
 
 PARTS = (
     Part("card", False, lambda results, settings, _: measure_card(results, settings.sizes)),
+    Part("own engine", False, lambda results, settings, _: measure_own_engine(results, settings.sizes)),
     Part("tables", False, lambda results, settings, _: measure_rounds(results, settings.sizes)),
     Part("tests", False, lambda results, settings, _: run_tests(results, settings.sizes)),
     Part(

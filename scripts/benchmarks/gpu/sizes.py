@@ -6,6 +6,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Shape:
+    """A dense decoder whose weights are random: only its times are of interest."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    gated: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
 class Size:
     """Models, and what is measured with them."""
 
@@ -23,6 +36,11 @@ class Size:
     vocabularies: tuple[int, ...] = (128_256, 32_000, 262_144, 2048)
     rows: tuple[int, ...] = (1, 4, 16)
     output_len: int = 96
+    shapes: tuple[tuple[str, Shape], ...] = (
+        ("8B", Shape(32, 4096, 32, 8, 128, 14336, 128_256)),
+        ("1B", Shape(16, 2048, 32, 8, 64, 8192, 128_256)),
+    )
+    """Decoders for our own kernels: Llama 3.1 8B and Llama 3.2 1B."""
     repetitions: int = 3
     soak_rounds: int = 10_000
     cache_tensors: int = 64
@@ -31,7 +49,10 @@ class Size:
     calls: int = 50
     """Of a kernel, in the graph that is timed."""
     empty_nodes: int = 1000
-    tests: tuple[str, ...] = ("tests/gpu/kernels/test_kernels.py", "tests/test_gpu.py", "tests/test_gpu_families.py")
+    tests: tuple[str, ...] = (
+        *("tests/gpu/kernels/test_kernels.py", "tests/test_gpu_decoder.py"),
+        *("tests/test_gpu.py", "tests/test_gpu_families.py"),
+    )
     sanitized: tuple[tuple[str, ...], ...] = (
         ("tests/test_gpu.py", "-k", "tables"),
         ("tests/gpu/kernels/test_kernels.py", "-k", "mixed_rows or adjusted or commit or change_places"),
@@ -59,6 +80,7 @@ SIZES = {
         vocabularies=(300, 40),
         rows=(1, 2),
         output_len=8,
+        shapes=(("tiny", Shape(2, 32, 4, 2, 16, 32, 64)),),
         repetitions=1,
         soak_rounds=60,
         cache_tensors=2,

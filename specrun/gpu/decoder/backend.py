@@ -30,17 +30,25 @@ _OLDEST = 80
 class CudaBackend(DeviceBackend):
     """See ``DeviceBackend``. Owns the weights and the memory between kernels."""
 
-    def __init__(self, directory: Path, config: EngineConfig, device: CudaDevice) -> None:
-        self.config = config
-        self.device, self.devices = device, [device]
+    def __init__(
+        self, config: EngineConfig, decoder: Decoder, weights: dict[str, DeviceArray], device: CudaDevice
+    ) -> None:
+        """weights: every tensor of the decoder, on the device. Raises BackendError."""
         if int(device.arch.removeprefix("sm_")) < _OLDEST:
             raise BackendError(
-                f"{directory}: its kernels need a GPU of compute capability 8.0 or newer, this one is {device.arch}; "
-                "build with --backend tensorrt"
+                f"engines of specrun's own kernels need a GPU of compute capability 8.0 or newer, this one is "
+                f"{device.arch}; build with --backend tensorrt"
             )
-        self._decoder = _read(directory, config)
-        self._kernels = DecoderKernels(device, self._decoder)
-        self._kernels.weights = _load(directory / LAYER_WEIGHTS_NAME, self._decoder, device)
+        self.config = config
+        self.device, self.devices = device, [device]
+        self.kernels = DecoderKernels(device, decoder, weights)
+        self.decoder = decoder
+
+    @classmethod
+    def open(cls, directory: Path, config: EngineConfig, device: CudaDevice) -> CudaBackend:
+        """Load an engine directory. Raises EngineDirError and BackendError."""
+        decoder = _read(directory, config)
+        return cls(config, decoder, _load(directory / LAYER_WEIGHTS_NAME, decoder, device), device)
 
     @property
     @override
@@ -57,20 +65,20 @@ class CudaBackend(DeviceBackend):
         graph, build = self.config.graph, self.config.build_config
         storage = graph.cache_element.storage
         self.cache = DeviceKVCache(self.device, graph.own_tensors, storage, build.max_batch_size, build.cache_length)
-        self._kernels.buffers = Buffers(*(self.device.zeros(shape, kind) for shape, kind in self._sizes()))
+        self.kernels.buffers = Buffers(*(self.device.zeros(shape, kind) for shape, kind in self._sizes()))
 
     @override
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         for tokens in _passes(*feed.input_ids.shape):
             self._read_tokens(tokens, feed, first)
-        self._kernels.project_logits(math.prod(feed.logits_indices.shape), logits)
+        self.kernels.project_logits(math.prod(feed.logits_indices.shape), logits)
 
     def _read_tokens(self, tokens: Tokens, feed: Feed, first: int) -> None:
         """Queue the layers, for some of a feed's tokens."""
-        kernels, buffers, count = self._kernels, self._kernels.buffers, tokens.count
+        kernels, buffers, count = self.kernels, self.kernels.buffers, tokens.count
         kernels.begin(tokens, feed, first)
         caches = self.cache.part(0, self.cache.rows)
-        for layer, keys, values in zip(self._decoder.layers, caches[::2], caches[1::2], strict=True):
+        for layer, keys, values in zip(self.decoder.layers, caches[::2], caches[1::2], strict=True):
             kernels.project_heads(tokens, layer, keys, values)
             kernels.attend(tokens, layer.attention, keys, values)
             kernels.add_projected(buffers.attended, count, layer.output, layer.output_norm)
@@ -84,11 +92,11 @@ class CudaBackend(DeviceBackend):
 
     @override
     def close(self) -> None:
-        self._kernels.weights.clear()
+        self.kernels.weights.clear()
 
     def _sizes(self) -> list[tuple[tuple[int, ...], type[np.generic]]]:
         """Shape and type of each of ``Buffers``."""
-        decoder, build = self._decoder, self.config.build_config
+        decoder, build = self.decoder, self.config.build_config
         rows, longest = build.max_batch_size, build.max_input_len
         count = min(PASS_TOKENS, rows * longest)
         queries = decoder.num_heads * decoder.head_dim

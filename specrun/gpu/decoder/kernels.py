@@ -79,11 +79,10 @@ class Buffers:
 class DecoderKernels:
     """Queues the kernels of a decoder, on its weights and buffers."""
 
-    def __init__(self, device: CudaDevice, decoder: Decoder) -> None:
-        """Compile them. Raises BackendError."""
+    def __init__(self, device: CudaDevice, decoder: Decoder, weights: dict[str, DeviceArray]) -> None:
+        """Compile them. weights: the decoder's tensors by name. Raises BackendError."""
         self._device, self._decoder = device, decoder
-        self.weights: dict[str, DeviceArray] = {}
-        """Tensors of the decoder by name."""
+        self.weights = weights
         self.buffers: Buffers
         """There before the first launch."""
         self._prefix = f"{decoder.dtype}, heads of {decoder.head_dim}: "  # Two engines of a device may differ.
