@@ -157,8 +157,9 @@ def _object(text: str) -> Any:
 
 def _end(answer: Answer) -> dict[str, Any]:
     reasons = {"stop": "end_turn", "tool_calls": "tool_use"}
-    reason = reasons.get(answer.finish_reason or "", "max_tokens")
-    return {"stop_reason": reason, "stop_sequence": None, "usage": _usage(answer)}
+    stop_text = answer.ended.stop_text if answer.ended and answer.finish_reason == "stop" else None
+    reason = "stop_sequence" if stop_text else reasons.get(answer.finish_reason or "", "max_tokens")
+    return {"stop_reason": reason, "stop_sequence": stop_text, "usage": _usage(answer)}
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

@@ -110,6 +110,24 @@ def test_a_stream_is_the_whole_message(client: Any, thinks: bool) -> None:
     assert kinds == ["message_start", *["content_block_start"] * (1 + thinks), "message_stop"]
 
 
+def test_a_stop_sequence_is_told(client: Any) -> None:
+    """Whole and streamed; not where another end comes first."""
+    sampled: dict[str, Any] = {**ASK, "max_tokens": 12, "extra_body": {"seed": 3}}
+    whole = client.messages.create(**sampled)
+    text = whole.content[0].text
+    stop = next(
+        text[place : place + 2] for place in range(1, len(text)) if text.index(text[place : place + 2]) == place
+    )
+    ask = {**sampled, "stop_sequences": ["never", stop]}
+    found = client.messages.create(**ask)
+    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", stop)
+    assert found.content[0].text == text.partition(stop)[0]
+    with client.messages.stream(**ask) as stream:
+        last = stream.get_final_message()
+    assert (last.stop_reason, last.stop_sequence) == ("stop_sequence", stop)
+    assert (whole.stop_reason, whole.stop_sequence) == ("max_tokens", None)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
