@@ -16,7 +16,7 @@ from specrun.command_line import FolderPath
 from specrun.commands.options import generation_config_option, show_recommended_sampling
 from specrun.commands.pair import Pair, pair_options
 from specrun.request.generation_config import recommended_sampling
-from specrun.serve.limits import WRITE_SECONDS
+from specrun.serve.limits import MAX_STORED_RESPONSES, WRITE_SECONDS
 
 T = TypeVar("T")
 
@@ -58,6 +58,14 @@ T = TypeVar("T")
     metavar="N",
     help="Connections of one address, a proxy's for example. Default: three quarters of all.",
 )
+@click.option(
+    "--max_stored_responses",
+    type=click.IntRange(0),
+    default=MAX_STORED_RESPONSES,
+    show_default=True,
+    metavar="N",
+    help="Responses that are kept in memory for previous_response_id; 0: none.",
+)
 @generation_config_option
 @click.option(
     "--tool_call_format",
@@ -93,6 +101,7 @@ def serve(
     drain_seconds: int,
     write_timeout: float,
     max_connections_per_address: int | None,
+    max_stored_responses: int,
     generation_config: str,
     tool_call_format: str,
     reasoning_parser: str,
@@ -150,6 +159,7 @@ def serve(
             defaults=replace(DEFAULTS, **recommended),
             write_seconds=write_timeout,
             max_connections_by_address=max_connections_per_address,
+            max_stored_responses=max_stored_responses,
         )
     )
 

@@ -22,8 +22,8 @@ from specrun.openai.body import read_either
 from specrun.openai.fields import Fields, as_object
 from specrun.openai.messages import MessageShape, error_body
 from specrun.openai.prompts import are_ids
-from specrun.openai.responses import ResponseShape
 from specrun.openai.shapes import ChatShape, CompletionShape
+from specrun.serve import response_routes
 from specrun.serve.connection import IS_SPARE
 from specrun.serve.errors import RETRY_SECONDS, ApiError, as_api_error, without_paths
 from specrun.serve.hosts import require_allowed
@@ -35,6 +35,7 @@ from specrun.serve.service import Service
 
 OPEN_PATHS = ("/health",)
 """Paths that need no key."""
+RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 """The path of Anthropic's API, whose errors have another shape."""
 
@@ -46,7 +47,11 @@ def make_app(service: Service) -> ASGIApp:
         for method, path, handler in (
             ("POST", "/v1/completions", _completions),
             ("POST", "/v1/chat/completions", _chat),
-            ("POST", "/v1/responses", _responses),
+            ("POST", RESPONSES, response_routes.create),
+            ("POST", f"{RESPONSES}/input_tokens", response_routes.count_input_tokens),
+            ("GET", f"{RESPONSES}/{{id}}", response_routes.retrieve),
+            ("DELETE", f"{RESPONSES}/{{id}}", response_routes.delete),
+            ("GET", f"{RESPONSES}/{{id}}/input_items", response_routes.list_input_items),
             ("POST", MESSAGES, _messages),
             ("POST", f"{MESSAGES}/count_tokens", _count_tokens),
             ("GET", "/v1/models", _models),
@@ -147,10 +152,6 @@ async def _completions(service: Service, request: Request) -> Response:
 
 async def _chat(service: Service, request: Request) -> Response:
     return await respond(service, ChatShape(), request)
-
-
-async def _responses(service: Service, request: Request) -> Response:
-    return await respond(service, ResponseShape(), request)
 
 
 async def _messages(service: Service, request: Request) -> Response:

@@ -21,8 +21,9 @@ from specrun.serve.app import make_app
 from specrun.serve.connection import ACCEPTED_AT_ONCE, Connection, ConnectionLimiter, connection_limit
 from specrun.serve.engine import EngineThread, RequestUpdate
 from specrun.serve.keys import ApiKey
-from specrun.serve.limits import KEEP_ALIVE_SECONDS, WRITE_SECONDS
+from specrun.serve.limits import KEEP_ALIVE_SECONDS, MAX_STORED_RESPONSES, WRITE_SECONDS
 from specrun.serve.metrics import Metrics
+from specrun.serve.response_store import ResponseStore
 from specrun.serve.service import Service
 
 BACKLOG = 2048
@@ -57,11 +58,12 @@ async def serve(
     defaults: SamplingParams,
     write_seconds: float = WRITE_SECONDS,
     max_connections_by_address: int | None = None,
+    max_stored_responses: int = MAX_STORED_RESPONSES,
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP; then answer what was taken, for at most ``drain_seconds``, and return.
 
     allowed_hosts: see ``specrun.serve.hosts``; None allows all. write_seconds, max_connections_by_address: see
-    ``specrun.serve.connection``.
+    ``specrun.serve.connection``. max_stored_responses: see ``specrun.serve.response_store``; 0 stores none.
     The decoder is closed at the end.
     """
     loop = asyncio.get_running_loop()
@@ -84,6 +86,7 @@ async def serve(
         timeout=timeout,
         log_prompts=log_prompts,
         defaults=defaults,
+        responses=ResponseStore(max_stored_responses),
     )
     limiter = ConnectionLimiter(connection_limit(), max_connections_by_address)
     config = uvicorn.Config(

@@ -203,7 +203,8 @@ def test_a_response_that_follows_a_schema(client: openai.OpenAI) -> None:
     [
         ("input", None, "input"),
         ("input", 5, "input"),
-        ("input", [{"type": "item_reference", "id": "a"}], "input[0].type"),
+        ("input", [{"type": "item_reference", "id": "msg_1"}], "input"),
+        ("input", [{"type": "image_generation_call", "id": "a"}], "input[0].type"),
         ("input", [{"type": "function_call_output", "output": "b"}], "input[0].tool_call_id"),
         ("input", [{"type": "function_call", "call_id": "a"}], "input[0].tool_calls[0].function.name"),
         ("input", [{"role": "nobody", "content": "a"}], "input[0].role"),
@@ -212,7 +213,7 @@ def test_a_response_that_follows_a_schema(client: openai.OpenAI) -> None:
         ("conversation", "conv_1", "conversation"),
         ("background", True, "background"),
         ("tools", [{"type": "web_search"}], "tools"),
-        ("truncation", "auto", "truncation"),
+        ("truncation", "some", "truncation"),
         ("reasoning", "high", "reasoning"),
         ("tools", {}, "tools"),
         ("tools", [{"type": "function", "name": "a b"}], "tools[0].function.name"),

@@ -120,6 +120,27 @@ def test_an_answer_without_a_call_is_a_message(client: Any) -> None:
     assert [item.type for item in found.output] == ["message"] and found.status == "incomplete"
 
 
+@pytest.mark.parametrize("kind", ["text", "call", "thought and call", "thought and text"])
+def test_log_probabilities_are_of_the_texts_tokens(client: Any, kind: str) -> None:
+    """Neither of a thought's nor of a call's, whole and streamed."""
+    ask: dict[str, Any] = {**ASK, "include": ["message.output_text.logprobs"]}
+    ask |= {"max_output_tokens": 200 if "call" in kind else 20, "tool_choice": NAMED if "call" in kind else "none"}
+    ask |= {"reasoning": {"effort": "high" if "thought" in kind else "low"}}
+    ask["extra_body"] = {"max_reasoning_tokens": 6, "seed": 4}
+    whole = client.responses.create(**ask)
+    events = list(client.responses.create(**ask, stream=True))
+    kinds = ["reasoning"] * ("thought" in kind) + ["function_call" if "call" in kind else "message"]
+    assert [item.type for item in whole.output] == kinds == [item.type for item in events[-1].response.output]
+    if "text" in kind:
+        part = whole.output[-1].content[0]
+        spelt = b"".join(bytes(score.bytes) for score in part.logprobs).decode(errors="replace")
+        assert spelt.endswith(part.text) and len(part.text) > 5 and len(spelt) < len(part.text) + 8
+        told = [
+            score.token for event in events if event.type == "response.output_text.delta" for score in event.logprobs
+        ]
+        assert told == [score.token for score in part.logprobs]
+
+
 def test_langchain_binds_tools(server: Server) -> None:
     model = ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model="target", use_responses_api=True)
 
