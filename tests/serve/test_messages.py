@@ -13,7 +13,7 @@ import pytest
 from specrun.decoder import SpeculativeDecoder
 from specrun.serve.keys import ApiKey
 from tests.helpers.servers import Server, running
-from tests.helpers.tool_pairs import QWEN
+from tests.helpers.tool_pairs import QWEN, open_thinking_pair
 
 SCHEMA = {
     "type": "object",
@@ -33,12 +33,7 @@ TURN = "{% if enable_thinking %}{{- '<think>\\n' }}{% else %}{{- '<think>\\n\\n<
 @pytest.fixture(scope="module")
 def opened(long_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpeculativeDecoder]:
     """A model that thinks where it is asked to."""
-    root = tmp_path_factory.mktemp("messages")
-    (root / "template").write_text(QWEN + TURN)
-    content = (long_pair / "special" / "tokenizer.json").read_text()
-    (root / "tokenizer.json").write_text(content.replace('"<|python_tag|>"', '"</think>"'))
-    pair = long_pair / "target", long_pair / "draft"
-    with SpeculativeDecoder.open(*pair, tokenizer_dir=root, chat_template=root / "template") as decoder:
+    with open_thinking_pair(long_pair, tmp_path_factory.mktemp("messages"), QWEN + TURN) as decoder:
         yield decoder
 
 
