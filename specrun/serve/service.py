@@ -17,6 +17,7 @@ from specrun.serve.engine import EngineThread
 from specrun.serve.errors import ApiError
 from specrun.serve.keys import ApiKey
 from specrun.serve.limits import MAX_STORED_RESPONSES
+from specrun.serve.listening import ListenOptions
 from specrun.serve.metrics import Metrics
 from specrun.serve.response_store import ResponseStore
 
@@ -33,6 +34,7 @@ class Service:
     """API keys that may use the server; empty: no key is needed."""
     allowed_hosts: Collection[str] | None = None
     """Host names that the server answers to, besides those of this machine. None: all."""
+    listening: ListenOptions = field(default_factory=ListenOptions)
     timeout: float | None = None
     """Seconds after which an answer ends as it is."""
     log_prompts: bool = False
