@@ -13,6 +13,8 @@ from specrun.openai.fields import as_object, wrong
 Item = Mapping[str, Any]
 PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "function_call_output": "fco"}
 """Beginnings of ids, by type of item. Behind one stands what the response's id has behind ``resp_``."""
+_OF_CALLS = ("function_call", "function_call_output")
+"""Types of items that name a call."""
 
 
 class UnknownResponseError(RequestError):
@@ -48,8 +50,10 @@ def read_items(name: str, value: Any, find: Callable[[str], Item]) -> list[Item]
         if kind == "item_reference":
             items.append(find(arguments.text(f"{where}.id", item.get("id"))))
             continue
-        if kind not in PREFIXES:
+        if not isinstance(kind, str) or kind not in PREFIXES:
             raise wrong(f"{where}.type", kind, f"{', '.join(PREFIXES)} or item_reference")
+        if kind in _OF_CALLS:
+            arguments.text(f"{where}.call_id", item.get("call_id"))
         items.append({**item, "type": kind})
     return items
 
@@ -59,7 +63,9 @@ def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
     identity = response_id.removeprefix("resp_")
     listed: list[Item] = []
     for number, item in enumerate(items):
-        own = {**item, "id": item.get("id") or f"{PREFIXES[item['type']]}_{identity}_in{number}"}
+        known = item.get("id")
+        new = f"{PREFIXES[item['type']]}_{identity}_in{number}"
+        own = {**item, "id": known if isinstance(known, str) and known else new}
         if item["type"] == "message" and isinstance(item.get("content"), str):
             part = {"type": "input_text", "text": item["content"]}
             if item.get("role") == "assistant":

@@ -60,6 +60,8 @@ class ResponseShape(Shape):
         self._with_logprobs = False
         self._items: Sequence[Item] = ()
         """Items that the answer is to."""
+        self._referable: dict[str, dict[str, Item]] = {}
+        """Items that may still be referred to, by response and id."""
 
     @override
     def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
@@ -133,14 +135,22 @@ class ResponseShape(Shape):
         return stored.conversation
 
     def _find_item(self, identity: str) -> Item:
-        """An item of a stored response. Raises RequestError."""
+        """An item of a stored response: once, or a small body could refer to a large item without end.
+
+        Raises RequestError.
+        """
         if self._find is None:
             return {"type": "message", "role": "user", "content": ""}
-        stored = self._find(f"resp_{identity.partition('_')[2].partition('_')[0]}")
-        for item in stored.conversation if stored else ():
-            if item["id"] == identity:
-                return item
-        raise RequestError(f"input: no item {arguments.show(identity)} is stored; send the item itself", "input")
+        response_id = f"resp_{identity.partition('_')[2].partition('_')[0]}"
+        if response_id not in self._referable:
+            stored = self._find(response_id)
+            self._referable[response_id] = {item["id"]: item for item in stored.conversation} if stored else {}
+        if (item := self._referable[response_id].pop(identity, None)) is None:
+            message = (
+                f"input: no item {arguments.show(identity)} is stored, or it is in the input; send the item itself"
+            )
+            raise RequestError(message, "input")
+        return item
 
     @override
     def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:

@@ -77,6 +77,8 @@ def test_the_output_of_a_call_is_all_that_is_sent(client: Any, streamed: bool) -
     referred = client.responses.create(
         **ask, input=[user("the time"), {"type": "item_reference", "id": call.id}, output]
     )
+    with pytest.raises(openai.BadRequestError, match="or it is in the input"):
+        client.responses.create(**ask, input=[{"type": "item_reference", "id": call.id}] * 2)
     assert found.usage.input_tokens == whole.usage.input_tokens == referred.usage.input_tokens
     assert found.output_text == whole.output_text == referred.output_text
 
