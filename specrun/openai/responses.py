@@ -75,39 +75,15 @@ class ResponseShape(Shape):
             self._keep = None
         given = fields.required("input", partial(read_items, find=self._find_item))
         items: Sequence[Item] = [*self._conversation(previous), *given]
-        truncation = fields.take("truncation", _truncation) or "disabled"
         instructions = fields.take("instructions", arguments.text)
-        self._with_logprobs = bool(fields.take("include", _include))
-        if "top_logprobs" in fields.left and not self._with_logprobs:
-            raise RequestError(f"top_logprobs: needs {_LOGPROBS} in include", "top_logprobs")
-        reasoning = fields.take("reasoning", as_object) or {}
-        told_choice = fields.left.get("tool_choice")
-        tools, choice = fields.take("tools", _tools) or [], fields.take("tool_choice", _tool_choice)
-        text = fields.take("text", as_object) or {}
-        longest = fields.whole("max_output_tokens", 1)
+        truncation = fields.take("truncation", _truncation) or "disabled"
         self._told = {
             "instructions": instructions,
             "previous_response_id": previous,
             "store": self._keep is not None,
             "truncation": truncation,
-            "max_output_tokens": longest,
-            "metadata": fields.take("metadata", as_object) or {},
-            "text": {"format": text.get("format") or {"type": "text"}},
-            "top_logprobs": fields.left.get("top_logprobs", 0),
-            "tools": [{"type": "function", **tool["function"]} for tool in tools],
-            "tool_choice": told_choice or "auto",
-            "parallel_tool_calls": fields.left.get("parallel_tool_calls", True),
-            "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         }
-        chat: dict[str, Any] = {
-            **fields.left,
-            "max_tokens": longest,
-            "logprobs": self._with_logprobs,
-            "response_format": _response_format(self._told["text"]["format"]),
-            "reasoning_effort": reasoning.get("effort"),
-            "tools": tools,
-            "tool_choice": choice if tools else None,
-        }
+        chat = self._read_options(fields)
 
         def parse(items: Sequence[Item]) -> OpenAIBody:
             messages = [*read_messages("input", messages_of("input", items), max_prompt_len)]
@@ -121,6 +97,36 @@ class ResponseShape(Shape):
         self._items = items
         self._told |= {"temperature": parsed.params.temperature, "top_p": parsed.params.top_p, "user": parsed.user}
         return parsed
+
+    def _read_options(self, fields: Fields) -> dict[str, Any]:
+        """A chat's fields except its messages. Raises RequestError."""
+        self._with_logprobs = bool(fields.take("include", _include))
+        if "top_logprobs" in fields.left and not self._with_logprobs:
+            raise RequestError(f"top_logprobs: needs {_LOGPROBS} in include", "top_logprobs")
+        reasoning = fields.take("reasoning", as_object) or {}
+        told_choice = fields.left.get("tool_choice")
+        tools, choice = fields.take("tools", _tools) or [], fields.take("tool_choice", _tool_choice)
+        text = fields.take("text", as_object) or {}
+        longest = fields.whole("max_output_tokens", 1)
+        self._told |= {
+            "max_output_tokens": longest,
+            "metadata": fields.take("metadata", as_object) or {},
+            "text": {"format": text.get("format") or {"type": "text"}},
+            "top_logprobs": fields.left.get("top_logprobs", 0),
+            "tools": [{"type": "function", **tool["function"]} for tool in tools],
+            "tool_choice": told_choice or "auto",
+            "parallel_tool_calls": fields.left.get("parallel_tool_calls", True),
+            "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        }
+        return {
+            **fields.left,
+            "max_tokens": longest,
+            "logprobs": self._with_logprobs,
+            "response_format": _response_format(self._told["text"]["format"]),
+            "reasoning_effort": reasoning.get("effort"),
+            "tools": tools,
+            "tool_choice": choice if tools else None,
+        }
 
     def _conversation(self, previous: str | None) -> Sequence[Item]:
         """What was said up to a response's end. Raises UnknownResponseError."""
