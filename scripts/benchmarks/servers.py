@@ -35,7 +35,8 @@ from specrun.evaluation.bench import machine_of
 from specrun.evaluation.bench_results import Spread
 from specrun.openai.body import DEFAULTS
 from specrun.request.options import RequestOptions
-from specrun.serve.server import listen, serve
+from specrun.serve.listening import ListenOptions
+from specrun.serve.server import serve
 from specrun.triton.repository import SPECULATIVE, write_repository
 
 ROOT = Path(__file__).parents[2]
@@ -87,13 +88,15 @@ class HttpServer:
     """``specrun serve``'s server in a thread of this process, on a decoder that others use too."""
 
     def __init__(self, decoder: SpeculativeDecoder) -> None:
-        listener = listen("127.0.0.1", 0)
+        listening = ListenOptions(port=0)
+        listener = listening.listen()
         self.port: int = listener.getsockname()[1]
         self.cpu_shares: list[tuple[float, float]] = []
         """Processor time of the event loop and of all clients, in the time of each run."""
         server = serve(
             decoder,
             listener,
+            listening=listening,
             model="target",
             keys=(),
             allowed_hosts=None,

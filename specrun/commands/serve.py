@@ -15,18 +15,18 @@ import click
 from specrun.command_line import FolderPath
 from specrun.commands.options import generation_config_option, show_recommended_sampling
 from specrun.commands.pair import Pair, pair_options
+from specrun.field_options import field_options, packed
 from specrun.request.generation_config import recommended_sampling
-from specrun.serve.limits import WRITE_SECONDS
+from specrun.serve.limits import MAX_STORED_RESPONSES, WRITE_SECONDS
+from specrun.serve.listening import ListenOptions
 
 T = TypeVar("T")
 
 
 @click.command()
 @pair_options
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="The port; 0: any free one, shown."
-)
+@packed("listening", ListenOptions)
+@field_options(ListenOptions, "host", "port", "uds", "ssl_certfile", "ssl_keyfile", "root_path", "allowed_origins")
 @click.option("--api_key_file", type=FolderPath, help="A file of API keys, one a line; clients must send one of them.")
 @click.option(
     "--allowed_hosts",
@@ -58,6 +58,14 @@ T = TypeVar("T")
     metavar="N",
     help="Connections of one address, a proxy's for example. Default: three quarters of all.",
 )
+@click.option(
+    "--max_stored_responses",
+    type=click.IntRange(0),
+    default=MAX_STORED_RESPONSES,
+    show_default=True,
+    metavar="N",
+    help="Responses that are kept in memory for previous_response_id; 0: none.",
+)
 @generation_config_option
 @click.option(
     "--tool_call_format",
@@ -83,8 +91,7 @@ T = TypeVar("T")
 @click.option("--log_prompts", is_flag=True, help="Write prompts to the log.")
 def serve(
     pair: Pair,
-    host: str,
-    port: int,
+    listening: ListenOptions,
     api_key_file: Path | None,
     allowed_hosts: str | None,
     model_name: str | None,
@@ -93,6 +100,7 @@ def serve(
     drain_seconds: int,
     write_timeout: float,
     max_connections_per_address: int | None,
+    max_stored_responses: int,
     generation_config: str,
     tool_call_format: str,
     reasoning_parser: str,
@@ -102,14 +110,13 @@ def serve(
     """A target and its draft -> an OpenAI-compatible server.
 
     It answers OpenAI's /v1/completions, /v1/chat/completions, /v1/responses and /v1/models, Anthropic's /v1/messages,
-    and /tokenize, /detokenize, /health, /metrics and /version. The log on standard error has a line of JSON for every
-    request. SIGTERM, SIGHUP and Ctrl-C let answers end.
+    and /tokenize, /detokenize, /health, /ready, /metrics and /version. The log on standard error has a line of JSON
+    for every request. SIGTERM, SIGHUP and Ctrl-C let answers end.
     """
     from specrun.openai.body import DEFAULTS
-    from specrun.serve.hosts import is_local, read_hosts
+    from specrun.serve.hosts import read_hosts
     from specrun.serve.keys import read_keys
     from specrun.serve.log import set_up
-    from specrun.serve.server import listen
     from specrun.serve.server import serve as run
     from specrun.text import reasoning, tool_formats
     from specrun.text.reasoning import ReasoningChoice
@@ -119,12 +126,14 @@ def serve(
     reasoning_format = _named("reasoning_parser", reasoning_parser, choices)
     keys = read_keys(api_key_file)
     hosts = read_hosts(allowed_hosts) if allowed_hosts is not None else None
-    if hosts is None and not keys and is_local(host):
+    if hosts is None and not keys and listening.is_local:
         hosts = frozenset()
-    listener = listen(host, port)
+    listener = listening.listen()
     engines = pair.engines()
-    if not keys and not is_local(host):
-        click.echo(f"WARNING: everybody who reaches {host} may use this server; give --api_key_file", err=True)
+    if not keys and not listening.is_local:
+        click.echo(
+            f"WARNING: everybody who reaches {listening.host} may use this server; give --api_key_file", err=True
+        )
     recommended = recommended_sampling(engines.target) if generation_config == "auto" else {}
     decoder = pair.open(engines, tool_format, reasoning_format)
     show_recommended_sampling(recommended)
@@ -132,9 +141,7 @@ def serve(
     # What is here now stays. A collection of garbage would look at all of it, and every stream waits meanwhile.
     gc.collect()
     gc.freeze()
-    bound, number = listener.getsockname()[:2]
-    address = f"http://{f'[{bound}]' if ':' in bound else bound}:{number}"
-    click.echo(f"serving on {address}; stop with Ctrl-C", err=True)
+    click.echo(f"serving on {listening.url(listener)}; stop with Ctrl-C", err=True)
     asyncio.run(
         run(
             decoder,
@@ -150,6 +157,8 @@ def serve(
             defaults=replace(DEFAULTS, **recommended),
             write_seconds=write_timeout,
             max_connections_by_address=max_connections_per_address,
+            max_stored_responses=max_stored_responses,
+            listening=listening,
         )
     )
 

@@ -27,6 +27,8 @@ class TokenScore(NamedTuple):
 
     token: int
     logprob: TokenLogprob | None
+    is_thought: bool = False
+    """True if a part of its text belongs to a thought."""
 
 
 class Delta(NamedTuple):
@@ -110,34 +112,37 @@ class Answer:
                 self.prompt_scores = [*map(TokenScore, self.request.prompt, known)]
                 if self.response_options.echoes and self.request.options.logprobs is not None:
                     scores += self.prompt_scores
-        if not self.response_options.drops_output:
-            texts += [output.text for output in update.token_outputs]
-            self.num_output_tokens += len(update.token_outputs)
-            if self.request.options.logprobs is not None:
-                scores += [TokenScore(output.token, output.logprob) for output in update.token_outputs]
+        new = () if self.response_options.drops_output else update.token_outputs
+        self.num_output_tokens += len(new)
         self.ended = update.ended
-        reasoning, content = self._divide(texts, update.ended is not None)
+        reasoning, content, are_thoughts = self._divide(
+            [*texts, *(output.text for output in new)], update.ended is not None
+        )
+        if self.request.options.logprobs is not None:
+            flags = are_thoughts[len(texts) :]
+            scores += [TokenScore(one.token, one.logprob, flag) for one, flag in zip(new, flags, strict=True)]
         seen = Seen(content, ())
         if self._parser:
             seen = self._parser.push(content, ended=update.ended is not None)
             self._add_calls(seen.calls, self._parser.form.make_id)
         delta = Delta(seen.content, scores, self._offset, seen.calls, reasoning)
         if self.names:
-            self._offset += sum(len(self.names.text(token)) for token, _ in scores)
+            self._offset += sum(len(self.names.text(score.token)) for score in scores)
         self.texts.append(delta.text)
         self.thoughts.append(reasoning)
         self.scores += scores
         return delta
 
-    def _divide(self, texts: Sequence[str], ended: bool) -> tuple[str, str]:
-        """Thought and answer in the texts of new tokens."""
+    def _divide(self, texts: Sequence[str], ended: bool) -> tuple[str, str, list[bool]]:
+        """Thought and answer in the texts of new tokens, and which of them belong to the thought."""
         if self._reasoning is None:
-            return "", "".join(texts)
+            return "", "".join(texts), [False] * len(texts)
         parts = [*map(self._reasoning.push, texts)]
-        self.num_reasoning_tokens += sum(part.touches_thought for part in parts)
+        are_thoughts = [part.touches_thought for part in parts]
+        self.num_reasoning_tokens += sum(are_thoughts)
         if ended:
             parts.append(self._reasoning.push("", ended=True))
-        return "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
+        return "".join(part.reasoning for part in parts), "".join(part.content for part in parts), are_thoughts
 
     def _add_calls(self, deltas: Sequence[CallDelta], make_id: Callable[[str, int], str]) -> None:
         for delta in deltas:
@@ -176,8 +181,10 @@ class Answer:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the text ended where OpenAI has no word for it."""
-        return self.ended.reason if self.ended and self.ended.reason not in _REASONS else None
+        """The stop text that ended the text, or why it ended where OpenAI has no word for it."""
+        if self.ended is None:
+            return None
+        return self.ended.stop_text or (self.ended.reason if self.ended.reason not in _REASONS else None)
 
 
 def completion_logprobs(delta: Delta, names: TokenBytes) -> dict[str, Any]:
@@ -185,14 +192,14 @@ def completion_logprobs(delta: Delta, names: TokenBytes) -> dict[str, Any]:
 
     Two tokens may have the same text; among the likeliest the likelier one of them stands.
     """
-    tokens = [names.text(token) for token, _ in delta.scores]
+    tokens = [names.text(score.token) for score in delta.scores]
     offsets, end = [], delta.offset
     for text in tokens:
         offsets.append(end)
         end += len(text)
     return {
         "tokens": tokens,
-        "token_logprobs": [score.logprob if score else None for _, score in delta.scores],
+        "token_logprobs": [score.logprob.logprob if score.logprob else None for score in delta.scores],
         "top_logprobs": [_top(score, names) for score in delta.scores],
         "text_offset": offsets,
     }
@@ -216,9 +223,9 @@ def chat_logprobs(delta: Delta, names: TokenBytes) -> dict[str, Any]:
         return {"token": names.text(token), "logprob": logprob, "bytes": list(names.of(token))}
 
     content = [
-        entry(token, score.logprob) | {"top_logprobs": [entry(*other) for other in score.top]}
-        for token, score in delta.scores
-        if score is not None
+        entry(score.token, score.logprob.logprob) | {"top_logprobs": [entry(*other) for other in score.logprob.top]}
+        for score in delta.scores
+        if score.logprob
     ]
     return {"content": content, "refusal": None}
 

@@ -16,7 +16,7 @@ from specrun.errors import RequestError
 from specrun.openai.answers import Answer, Delta, usage
 from specrun.openai.body import OpenAIBody, read_chat
 from specrun.openai.fields import Fields, as_object, wrong
-from specrun.openai.responses import Item, Output
+from specrun.openai.output_items import Output, OutputItem
 from specrun.openai.shapes import Head, Shape, Stream
 from specrun.sampling.sampler import SamplingParams
 
@@ -72,7 +72,7 @@ class MessageStream(Stream):
 
     def __init__(self, answer: Answer, head: Head) -> None:
         self._answer, self._head, self._output = answer, head, Output(head)
-        self._open: Item | None = None
+        self._open: OutputItem | None = None
 
     @override
     def begin(self) -> Iterator[str]:
@@ -98,7 +98,7 @@ class MessageStream(Stream):
         yield _event("message_delta", delta=ended, usage=counts)
         yield _event("message_stop")
 
-    def _turn_to(self, item: Item | None) -> Iterator[str]:
+    def _turn_to(self, item: OutputItem | None) -> Iterator[str]:
         """End the open block and begin that of ``item``, unless it is the same."""
         if item is self._open:
             return
@@ -106,7 +106,7 @@ class MessageStream(Stream):
             yield _event("content_block_stop", index=self._open.index)
         self._open = item
         if item:
-            empty = Item(item.kind, item.id, item.index, item.call)
+            empty = OutputItem(item.kind, item.id, item.index, item.call)
             yield _event("content_block_start", index=item.index, content_block=block(empty))
 
 
@@ -132,7 +132,7 @@ def message(answer: Answer, head: Head) -> dict[str, Any]:
     }
 
 
-def block(item: Item) -> dict[str, Any]:
+def block(item: OutputItem) -> dict[str, Any]:
     """A block of a message's content."""
     if item.call:
         return {"type": "tool_use", "id": item.call.id, "name": item.call.name, "input": _object(item.text)}
@@ -157,8 +157,9 @@ def _object(text: str) -> Any:
 
 def _end(answer: Answer) -> dict[str, Any]:
     reasons = {"stop": "end_turn", "tool_calls": "tool_use"}
-    reason = reasons.get(answer.finish_reason or "", "max_tokens")
-    return {"stop_reason": reason, "stop_sequence": None, "usage": _usage(answer)}
+    stop_text = answer.ended.stop_text if answer.ended and answer.finish_reason == "stop" else None
+    reason = "stop_sequence" if stop_text else reasons.get(answer.finish_reason or "", "max_tokens")
+    return {"stop_reason": reason, "stop_sequence": stop_text, "usage": _usage(answer)}
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

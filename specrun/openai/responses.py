@@ -1,63 +1,105 @@
-"""``/v1/responses``: OpenAI's Responses API for texts. A body becomes one of a chat; its answer has another shape.
-
-Nothing is stored, so every body brings its whole conversation.
-"""
+"""``/v1/responses``: OpenAI's Responses API for texts. A body becomes one of a chat; its answer has another shape."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from typing_extensions import override
 
 from specrun import arguments
 from specrun.errors import RequestError
-from specrun.openai.answers import Answer, Delta, TokenScore, ToolCall, chat_logprobs, metrics, usage
+from specrun.openai.answers import Answer, Delta, TokenScore, chat_logprobs, metrics, usage
 from specrun.openai.body import OpenAIBody, read_chat
 from specrun.openai.fields import Fields, as_object, wrong
+from specrun.openai.output_items import Output, OutputItem
 from specrun.openai.prompts import read_messages
+from specrun.openai.response_items import (
+    Item,
+    StoredResponse,
+    UnknownResponseError,
+    fitting,
+    messages_of,
+    read_items,
+    with_ids,
+)
 from specrun.openai.shapes import Head, Shape, Stream
 from specrun.sampling.sampler import SamplingParams
-from specrun.text.tool_call_parser import CallDelta
 
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-_STORED = "no response is stored here; send the whole conversation in input"
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
+    "conversation": (),
     "prompt": (),
-    "truncation": ("disabled",),
     "n": (1,),
     "prompt_logprobs": (),
 }
 """Known fields that are not supported, with the values that ask for nothing."""
-_NO_CHANGE = ("store", "stream_options", "max_tool_calls", "service_tier", "prompt_cache_key")
+_NO_CHANGE = ("stream_options", "max_tool_calls", "service_tier", "prompt_cache_key")
 """Fields that are taken and change nothing here."""
 
 
 class ResponseShape(Shape):
     """The shape of one body's answer; it remembers what the answer repeats."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        find: Callable[[str], StoredResponse | None] | None = None,
+        keep: Callable[[StoredResponse], bool] | None = None,
+        fits: Callable[[OpenAIBody], bool] = lambda _: True,
+    ) -> None:
+        """find: the stored response that has an id; None: bodies are checked only, and nothing is looked up.
+
+        keep: stores a response, and returns whether it did. fits: whether the engine has room for a body; it may raise
+        ContextLengthError.
+        """
+        self._find, self._keep, self._fits = find, keep, fits
         self._told: dict[str, Any] = {}
         self._with_logprobs = False
+        self._items: Sequence[Item] = ()
+        """Items that the answer is to."""
+        self._referable: dict[str, dict[str, Item]] = {}
+        """Items that may still be referred to, by response and id."""
 
     @override
     def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
         """Raises RequestError."""
         fields = Fields(as_object("body", body))
-        for name in ("previous_response_id", "conversation"):
-            if name in fields.left:
-                raise RequestError(f"{name}: {_STORED}", name)
         fields.refuse(_REFUSED)
         for name in _NO_CHANGE:
             fields.left.pop(name, None)
-        items = fields.required("input", _items)
-        messages = [*read_messages("input", items, max_prompt_len)]
+        previous = fields.take("previous_response_id", arguments.text)
+        if fields.take("store", arguments.flag) is False:
+            self._keep = None
+        given = fields.required("input", partial(read_items, find=self._find_item))
+        items: Sequence[Item] = [*self._conversation(previous), *given]
         instructions = fields.take("instructions", arguments.text)
-        if instructions is not None:
-            messages.insert(0, {"role": "system", "content": instructions})
+        truncation = fields.take("truncation", _truncation) or "disabled"
+        self._told = {
+            "instructions": instructions,
+            "previous_response_id": previous,
+            "store": self._keep is not None,
+            "truncation": truncation,
+        }
+        chat = self._read_options(fields)
+
+        def parse(items: Sequence[Item]) -> OpenAIBody:
+            messages = [*read_messages("input", messages_of("input", items), max_prompt_len)]
+            if instructions is not None:
+                messages.insert(0, {"role": "system", "content": instructions})
+            return read_chat({**chat, "messages": messages}, defaults, max_prompt_len)
+
+        if truncation == "auto":
+            items = fitting(items, lambda some: self._fits(parse(some)))
+        parsed = parse(items)
+        self._items = items
+        self._told |= {"temperature": parsed.params.temperature, "top_p": parsed.params.top_p, "user": parsed.user}
+        return parsed
+
+    def _read_options(self, fields: Fields) -> dict[str, Any]:
+        """A chat's fields except its messages. Raises RequestError."""
         self._with_logprobs = bool(fields.take("include", _include))
         if "top_logprobs" in fields.left and not self._with_logprobs:
             raise RequestError(f"top_logprobs: needs {_LOGPROBS} in include", "top_logprobs")
@@ -66,8 +108,7 @@ class ResponseShape(Shape):
         tools, choice = fields.take("tools", _tools) or [], fields.take("tool_choice", _tool_choice)
         text = fields.take("text", as_object) or {}
         longest = fields.whole("max_output_tokens", 1)
-        self._told = {
-            "instructions": instructions,
+        self._told |= {
             "max_output_tokens": longest,
             "metadata": fields.take("metadata", as_object) or {},
             "text": {"format": text.get("format") or {"type": "text"}},
@@ -77,9 +118,8 @@ class ResponseShape(Shape):
             "parallel_tool_calls": fields.left.get("parallel_tool_calls", True),
             "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         }
-        chat: dict[str, Any] = {
+        return {
             **fields.left,
-            "messages": messages,
             "max_tokens": longest,
             "logprobs": self._with_logprobs,
             "response_format": _response_format(self._told["text"]["format"]),
@@ -87,17 +127,51 @@ class ResponseShape(Shape):
             "tools": tools,
             "tool_choice": choice if tools else None,
         }
-        body = read_chat(chat, defaults, max_prompt_len)
-        self._told |= {"temperature": body.params.temperature, "top_p": body.params.top_p, "user": body.user}
-        return body
+
+    def _conversation(self, previous: str | None) -> Sequence[Item]:
+        """What was said up to a response's end. Raises UnknownResponseError."""
+        if previous is None or self._find is None:
+            return ()
+        if (stored := self._find(previous)) is None:
+            raise UnknownResponseError(
+                f"previous_response_id {arguments.show(previous)}: no such response is stored; "
+                "send the whole conversation in input",
+                "previous_response_id",
+            )
+        return stored.conversation
+
+    def _find_item(self, identity: str) -> Item:
+        """An item of a stored response: once, or a small body could refer to a large item without end.
+
+        Raises RequestError.
+        """
+        if self._find is None:
+            return {"type": "message", "role": "user", "content": ""}
+        response_id = f"resp_{identity.partition('_')[2].partition('_')[0]}"
+        if response_id not in self._referable:
+            stored = self._find(response_id)
+            self._referable[response_id] = {item["id"]: item for item in stored.conversation} if stored else {}
+        if (item := self._referable[response_id].pop(identity, None)) is None:
+            message = (
+                f"input: no item {arguments.show(identity)} is stored, or it is in the input; send the item itself"
+            )
+            raise RequestError(message, "input")
+        return item
 
     @override
     def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
-        return self.response(answers[0], head, Output.of(answers[0], head))
+        return self.ended(answers[0], head, Output.of(answers[0], head))
 
     @override
     def stream(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> ResponseStream:
         return ResponseStream(self, answers[0], head)
+
+    def ended(self, answer: Answer, head: Head, output: Output) -> dict[str, Any]:
+        """The response of an answer that has ended. It is stored."""
+        response = self.response(answer, head, output)
+        if self._keep:
+            response["store"] = self._keep(StoredResponse(response, with_ids(self._items, response["id"])))
+        return response
 
     def response(
         self, answer: Answer, head: Head, output: Output, error: Mapping[str, Any] | None = None
@@ -115,9 +189,6 @@ class ResponseShape(Shape):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": head.model,
             "output": [self.shown(item, answer) for item in output.items] if answer.ended and not error else [],
-            "previous_response_id": None,
-            "store": False,
-            "truncation": "disabled",
             "usage": _usage(answer) if answer.ended else None,
             **metrics([answer]),
             **self._told,
@@ -129,7 +200,7 @@ class ResponseShape(Shape):
             return "in_progress"
         return "completed" if answer.finish_reason in ("stop", "tool_calls") else "incomplete"
 
-    def shown(self, item: Item, answer: Answer, status: str | None = None) -> dict[str, Any]:
+    def shown(self, item: OutputItem, answer: Answer, status: str | None = None) -> dict[str, Any]:
         """An item of the output. status: its own; None: the answer's."""
         status = status or self.status(answer)
         if item.call:
@@ -140,75 +211,19 @@ class ResponseShape(Shape):
             return {"id": item.id, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
         return {"id": item.id, "type": "message", "role": "assistant", "status": status, "content": content}
 
-    def part(self, item: Item, answer: Answer) -> dict[str, Any]:
+    def part(self, item: OutputItem, answer: Answer) -> dict[str, Any]:
         """The text of a message or a thought, its one part."""
         if item.kind == "reasoning":
             return {"type": "reasoning_text", "text": item.text}
-        scores = self.logprobs(answer, Delta("", item.scores, 0))
+        scores = self.logprobs(answer, item.scores)
         return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": scores}
 
-    def logprobs(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
-        """Log-probabilities of the tokens of ``delta``; none where none were asked for."""
+    def logprobs(self, answer: Answer, scores: Sequence[TokenScore]) -> list[dict[str, Any]]:
+        """Log-probabilities of tokens; none where none were asked for."""
         if not (self._with_logprobs and answer.names):
             return []
-        scores: list[dict[str, Any]] = chat_logprobs(delta, answer.names)["content"]
-        return scores
-
-
-@dataclass
-class Item:
-    """One item of a response's output."""
-
-    kind: Literal["reasoning", "message", "function_call"]
-    id: str
-    index: int
-    """The item's number in the output, from 0."""
-    call: ToolCall | None = None
-    text: str = ""
-    """Text of a thought or a message; JSON text of a call's arguments."""
-    scores: list[TokenScore] = field(default_factory=list)
-
-
-class Output:
-    """The items of an output, in the order in which they begin."""
-
-    def __init__(self, head: Head) -> None:
-        self.items: list[Item] = []
-        self._identity = head.identity
-
-    @classmethod
-    def of(cls, answer: Answer, head: Head) -> Output:
-        """The output of an answer that has ended: its thought, its text and its calls."""
-        output = cls(head)
-        calls = [CallDelta(number, call.name, call.arguments) for number, call in enumerate(answer.calls)]
-        output.add(answer, answer.whole._replace(calls=calls))
-        return output
-
-    def begin(self, kind: Literal["reasoning", "message", "function_call"], call: ToolCall | None = None) -> Item:
-        """A new item."""
-        number = len(self.items)
-        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
-        self.items.append(Item(kind, f"{prefix}_{self._identity}{f'_{number}' if number else ''}", number, call))
-        return self.items[-1]
-
-    def add(self, answer: Answer, delta: Delta) -> list[tuple[Item, str, Sequence[TokenScore]]]:
-        """Add what is new of the answer. Returns the items that grow, with what is new of each."""
-        grown: list[tuple[Item, str, Sequence[TokenScore]]] = []
-        if delta.reasoning:
-            grown.append((self._last("reasoning"), delta.reasoning, ()))
-        if delta.text or (delta.scores and not delta.reasoning and not delta.calls):
-            grown.append((self._last("message"), delta.text, delta.scores))
-        for new in delta.calls:
-            item = self.begin("function_call", answer.calls[new.index]) if new.name is not None else self.items[-1]
-            grown.append((item, new.arguments, ()))
-        for item, text, scores in grown:
-            item.text += text
-            item.scores += scores
-        return grown
-
-    def _last(self, kind: Literal["reasoning", "message"]) -> Item:
-        """The last item, or a new one where that is of another kind."""
-        return self.items[-1] if self.items and self.items[-1].kind == kind else self.begin(kind)
+        shown: list[dict[str, Any]] = chat_logprobs(Delta("", scores, 0), answer.names)["content"]
+        return shown
 
 
 class ResponseStream(Stream):
@@ -218,7 +233,7 @@ class ResponseStream(Stream):
         self._shape, self._answer, self._head = shape, answer, head
         self._number = 0
         self._output = Output(head)
-        self._open: Item | None = None
+        self._open: OutputItem | None = None
         """The item that events are about."""
 
     @override
@@ -231,7 +246,7 @@ class ResponseStream(Stream):
         for item, text, scores in self._output.add(answer, delta):
             yield from self._turn_to(item)
             if item.kind == "message":
-                shown = self._shape.logprobs(answer, Delta("", scores, 0))
+                shown = self._shape.logprobs(answer, scores)
                 yield self._event("response.output_text.delta", **_place(item), delta=text, logprobs=shown)
             elif item.kind == "reasoning":
                 yield self._event("response.reasoning_text.delta", **_place(item), delta=text)
@@ -250,10 +265,10 @@ class ResponseStream(Stream):
         if not self._output.items:
             yield from self._turn_to(self._output.begin("message"))
         yield from self._turn_to(None)
-        response = self._response()
+        response = self._shape.ended(self._answer, self._head, self._output)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def _turn_to(self, item: Item | None) -> Iterator[str]:
+    def _turn_to(self, item: OutputItem | None) -> Iterator[str]:
         """End the open item, and begin ``item``, unless it is the same."""
         if item is self._open:
             return
@@ -267,11 +282,11 @@ class ResponseStream(Stream):
             shown["arguments"] = ""
         yield self._event("response.output_item.added", output_index=item.index, item=shown)
         if not item.call:
-            empty = Item(item.kind, item.id, item.index)
+            empty = OutputItem(item.kind, item.id, item.index)
             part = self._shape.part(empty, self._answer)
             yield self._event("response.content_part.added", **_place(item), part=part)
 
-    def _done(self, item: Item, status: str) -> Iterator[str]:
+    def _done(self, item: OutputItem, status: str) -> Iterator[str]:
         if item.call:
             told = {"item_id": item.id, "output_index": item.index, "name": item.call.name, "arguments": item.text}
             yield self._event("response.function_call_arguments.done", **told)
@@ -295,54 +310,8 @@ class ResponseStream(Stream):
         return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def _place(item: Item) -> dict[str, Any]:
+def _place(item: OutputItem) -> dict[str, Any]:
     return {"item_id": item.id, "output_index": item.index, "content_index": 0}
-
-
-def _items(name: str, value: Any) -> list[Any]:
-    """Messages of a chat. Raises RequestError for items that have no place there."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise wrong(name, value, "a text or a list of items")
-    messages: list[dict[str, Any]] = []
-    thought = None
-    for number, item in enumerate(value):
-        where = f"{name}[{number}]"
-        kind = as_object(where, item).get("type", "message")
-        if kind == "reasoning":
-            thought = _thought(f"{where}.content", item.get("content"))
-            continue
-        if kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            messages[-1].setdefault("tool_calls", []).append(call)
-        else:
-            messages.append(_message(where, kind, item))
-        if thought and messages[-1]["role"] == "assistant":
-            messages[-1]["reasoning_content"] = thought
-        thought = None
-    return messages
-
-
-def _message(where: str, kind: Any, item: Mapping[str, Any]) -> dict[str, Any]:
-    if kind not in ("message", "function_call_output"):
-        raise wrong(f"{where}.type", kind, "message, function_call, function_call_output or reasoning")
-    content = item.get("output" if kind == "function_call_output" else "content")
-    if isinstance(content, list):
-        content = [_part(part) for part in content]
-    if kind == "message":
-        return {"role": item.get("role"), "content": content}
-    return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
-
-
-def _thought(where: str, content: Any) -> str:
-    """The text of a thought that an earlier answer began with."""
-    if not isinstance(content, list):
-        return ""
-    return "".join(arguments.text(where, as_object(where, part).get("text")) for part in content)
 
 
 def _tools(name: str, value: Any) -> list[dict[str, Any]]:
@@ -374,17 +343,20 @@ def _named_function(value: Any) -> Any:
     return {"type": "function", "function": {"name": value.get("name")}} if is_function else value
 
 
-def _part(part: Any) -> Any:
-    """A part of a text as chats have it; others are refused by name there."""
-    is_text = isinstance(part, Mapping) and part.get("type") in ("input_text", "output_text")
-    return {"type": "text", "text": part.get("text")} if is_text else part
-
-
 def _include(name: str, value: Any) -> bool:
-    """Whether log-probabilities are wanted. Thoughts are not encrypted here: they are in the items."""
-    if not isinstance(value, list) or any(one not in (_LOGPROBS, _ENCRYPTED) for one in value):
-        raise wrong(name, value, f"nothing but {_LOGPROBS} and {_ENCRYPTED}")
+    """Whether log-probabilities are wanted. Thoughts need no encryption: their texts are in the items."""
+    if not isinstance(value, list):
+        raise wrong(name, value, "a list")
+    for one in value:
+        if one not in (_LOGPROBS, _ENCRYPTED):
+            raise wrong(name, one, f"{_LOGPROBS} or {_ENCRYPTED}")
     return _LOGPROBS in value
+
+
+def _truncation(name: str, value: Any) -> str:
+    if value not in ("auto", "disabled"):
+        raise wrong(name, value, "auto or disabled")
+    return str(value)
 
 
 def _response_format(form: Any) -> dict[str, Any]:

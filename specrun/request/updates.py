@@ -20,6 +20,8 @@ class Ended:
     output_tokens: int
     stats: Stats
     error: SpecError | None
+    stop_text: str | None = None
+    """Stop text that ended it."""
 
 
 class Update(NamedTuple):
@@ -50,7 +52,8 @@ class UpdateCursor:
             return None
         new = request.token_outputs[self._shown :]
         scores = () if self._shown else tuple(request.prompt_token_logprobs)
-        ended = Ended(reason, count, replace(request.stats), request.error) if reason else None
+        stop_text = request.stream.stop_text if request.stream else None
+        ended = Ended(reason, count, replace(request.stats), request.error, stop_text) if reason else None
         update = Update(new, request.stats.steps[self._steps : steps], scores, ended)
         self._shown, self._steps = count, steps
         return update

@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -22,8 +23,8 @@ from specrun.openai.body import read_either
 from specrun.openai.fields import Fields, as_object
 from specrun.openai.messages import MessageShape, error_body
 from specrun.openai.prompts import are_ids
-from specrun.openai.responses import ResponseShape
 from specrun.openai.shapes import ChatShape, CompletionShape
+from specrun.serve import response_routes
 from specrun.serve.connection import IS_SPARE
 from specrun.serve.errors import RETRY_SECONDS, ApiError, as_api_error, without_paths
 from specrun.serve.hosts import require_allowed
@@ -33,8 +34,9 @@ from specrun.serve.metrics import CONTENT_TYPE
 from specrun.serve.respond import ClientLeftError, respond
 from specrun.serve.service import Service
 
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", "/ready")
 """Paths that need no key."""
+RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 """The path of Anthropic's API, whose errors have another shape."""
 
@@ -46,7 +48,11 @@ def make_app(service: Service) -> ASGIApp:
         for method, path, handler in (
             ("POST", "/v1/completions", _completions),
             ("POST", "/v1/chat/completions", _chat),
-            ("POST", "/v1/responses", _responses),
+            ("POST", RESPONSES, response_routes.create),
+            ("POST", f"{RESPONSES}/input_tokens", response_routes.count_input_tokens),
+            ("GET", f"{RESPONSES}/{{id}}", response_routes.retrieve),
+            ("DELETE", f"{RESPONSES}/{{id}}", response_routes.delete),
+            ("GET", f"{RESPONSES}/{{id}}/input_items", response_routes.list_input_items),
             ("POST", MESSAGES, _messages),
             ("POST", f"{MESSAGES}/count_tokens", _count_tokens),
             ("GET", "/v1/models", _models),
@@ -54,13 +60,19 @@ def make_app(service: Service) -> ASGIApp:
             ("POST", "/tokenize", _tokenize),
             ("POST", "/detokenize", _detokenize),
             ("GET", "/health", _health),
+            ("GET", "/ready", _ready),
             ("GET", "/metrics", _metrics),
             ("GET", "/version", _version),
         )
     ]
     known = (ApiError, SpecError, ClientLeftError, HTTPException, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(known, _error))
-    return _AccessMiddleware(service, app)
+    access, origins = _AccessMiddleware(service, app), service.listening.origins
+    if not origins:
+        return access
+    # Before keys are looked at: browsers ask without one what they may send.
+    methods = ("GET", "POST", "DELETE")
+    return CORSMiddleware(access, origins, methods, allow_headers=["*"], expose_headers=["x-request-id"])
 
 
 class _AccessMiddleware:
@@ -68,11 +80,14 @@ class _AccessMiddleware:
 
     def __init__(self, service: Service, app: ASGIApp) -> None:
         self._service, self._app = service, app
+        self._below = f"{service.listening.root_path or ''}/"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"].startswith(self._below):
+            scope["path"] = "/" + scope["path"].removeprefix(self._below)
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         given = scope.get("state", {})
         state = scope["state"] = {
@@ -108,7 +123,7 @@ class _AccessMiddleware:
     def _admit(self, headers: Mapping[bytes, str]) -> ApiKey | None:
         """The key of a request; None where none is needed. Raises ApiError for one that may not use the server."""
         if self._service.allowed_hosts is not None:
-            require_allowed(headers, self._service.allowed_hosts)
+            require_allowed(headers, self._service.allowed_hosts, self._service.listening.origins)
         if not self._service.keys:
             return None
         given = headers.get(b"authorization", "")
@@ -147,10 +162,6 @@ async def _completions(service: Service, request: Request) -> Response:
 
 async def _chat(service: Service, request: Request) -> Response:
     return await respond(service, ChatShape(), request)
-
-
-async def _responses(service: Service, request: Request) -> Response:
-    return await respond(service, ResponseShape(), request)
 
 
 async def _messages(service: Service, request: Request) -> Response:
@@ -223,6 +234,15 @@ async def _health(service: Service, request: Request) -> Response:
     if problem := service.engine.problem():
         return JSONResponse({"status": "unhealthy", "reason": without_paths(problem)}, 503)
     return JSONResponse({"status": "ok"})
+
+
+async def _ready(service: Service, request: Request) -> Response:
+    """Whether a request would be taken now."""
+    try:
+        service.engine.require_room(1)
+    except SpecError as error:
+        return JSONResponse({"status": "not ready", "reason": without_paths(str(error))}, 503)
+    return await _health(service, request)
 
 
 async def _metrics(service: Service, request: Request) -> Response:

@@ -169,7 +169,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Begin to watch."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # What the system does not take at once is unread.
+        # What the system does not take at once is unread. Where 0 is the limit, asyncio's TLS is always full.
+        transport.set_write_buffer_limits(high=1)
         transport.max_size = limits.READ_BYTES  # type: ignore[attr-defined]  # asyncio's own attribute.
         self._watch = self.loop.call_later(limits.MAX_IDLE_SECONDS, self._close_if_idle)
         self._limiter.enter(self)

@@ -8,6 +8,7 @@ from typing import Any
 
 from specrun.errors import ContextLengthError, RequestError, SpecError
 from specrun.openai.body import field_of
+from specrun.openai.response_items import UnknownResponseError
 from specrun.openai.shapes import error_body
 from specrun.serve.engine import EngineStoppedError, QueueFullError
 
@@ -15,6 +16,10 @@ RETRY_SECONDS = 1
 """Seconds after which a client that met a full queue may try again."""
 
 
+_CODES: dict[type[SpecError], str] = {
+    ContextLengthError: "context_length_exceeded",
+    UnknownResponseError: "previous_response_not_found",
+}
 _PATH = re.compile(r"(?<![\w/:.~<])(?:/[^\s/:;,'\"()\[\]]+){2,}/?")
 """An absolute path of two or more names."""
 
@@ -50,8 +55,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineStoppedError):
         return ApiError(503, message, code="stopped", headers={"Retry-After": str(RETRY_SECONDS)})
     if isinstance(error, RequestError):
-        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-        return ApiError(400, message, field_of(error), code)
+        return ApiError(400, message, field_of(error), _CODES.get(type(error)))
     if isinstance(error, SpecError):
         return ApiError(500, message)
     return ApiError(500, "an error of the server itself; its log has it under the x-request-id of this answer")

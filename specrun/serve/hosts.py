@@ -8,22 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from specrun.errors import RequestError
 from specrun.serve.errors import ApiError
+from specrun.serve.listening import ANY, is_local, name_in
 from specrun.serve.log import shown
-
-ANY = "*"
-"""The name that allows all."""
-
-
-def is_local(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def read_hosts(text: str) -> frozenset[str]:
@@ -35,16 +24,18 @@ def read_hosts(text: str) -> frozenset[str]:
     return names
 
 
-def require_allowed(headers: Mapping[bytes, str], allowed: Collection[str]) -> None:
-    """Raise ApiError where ``Host`` or ``Origin`` is neither this machine nor ``allowed``.
+def require_allowed(headers: Mapping[bytes, str], allowed: Collection[str], origins: Collection[str]) -> None:
+    """Raise ApiError where ``Host`` is neither this machine nor ``allowed``, nor ``Origin``, nor one of ``origins``.
 
     Programs other than browsers may leave both out.
     """
     if ANY in allowed:
         return
     host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
+    if origin in origins or ANY in origins:
+        origin = ""
     for header, value, url in (("Host", host, f"//{host}"), ("Origin", origin, origin)):
-        if value and not _is_allowed(_name(url), allowed):
+        if value and not _is_allowed(name_in(url), allowed):
             raise ApiError(
                 403,
                 f"{header} {shown(value)!r} is not allowed here; start the server with --allowed_hosts NAME",
@@ -54,14 +45,6 @@ def require_allowed(headers: Mapping[bytes, str], allowed: Collection[str]) -> N
 
 def _is_allowed(name: str, allowed: Collection[str]) -> bool:
     return bool(name) and (is_local(name) or name in allowed)
-
-
-def _name(url: str) -> str:
-    """The name or address in a URL; empty where there is none."""
-    try:
-        return (urlsplit(url).hostname or "").rstrip(".")
-    except ValueError:
-        return ""
 
 
 def _is_address(name: str) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 from specrun.errors import RequestError
 from specrun.kv_cache.host_memory import return_freed
 from specrun.openai.body import DEFAULTS, read_either
+from specrun.openai.messages import MessageShape
 from specrun.openai.responses import ResponseShape
 from specrun.openai.shapes import ChatShape, CompletionShape
 from specrun.sampling.sampler import SamplingParams
@@ -28,6 +29,8 @@ _READERS: Mapping[str, Callable[[object, SamplingParams, int], object]] = {
     "/v1/completions": CompletionShape().read,
     "/v1/chat/completions": ChatShape().read,
     "/v1/responses": ResponseShape().read,
+    "/v1/responses/input_tokens": ResponseShape().read,
+    "/v1/messages": MessageShape().read,
     "/tokenize": read_either,
 }
 _PROGRAM = "import os; os.nice(4); from specrun.serve.large_body import main; main()"

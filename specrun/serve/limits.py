@@ -33,6 +33,12 @@ WRITE_SECONDS = 30.0
 """Seconds in which a client must read something of what was written to it."""
 MAX_UNREAD_BYTES = 64 << 20
 """Bytes of answers that clients have not read, of all connections; the one that has waited longest ends then."""
+MAX_STORED_RESPONSES = 1000
+"""Number of stored responses, unless the server is told another one."""
+MAX_STORED_RESPONSE_BYTES = 1 << 20
+"""Bytes of one of them, with what it answers. A body that continues it is read as quickly as a small one."""
+MAX_STORED_BYTES = 64 << 20
+"""Bytes of all stored responses, with what they answer."""
 MAX_UNREAD_ENTRIES = 8192
 """Tokens of an answer in events, and their log-probabilities, that wait for a client to read."""
 UNREAD_ENTRIES_PER_ANSWER = 256

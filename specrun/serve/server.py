@@ -15,37 +15,23 @@ import uvicorn
 from typing_extensions import override
 
 from specrun.decoder import SpeculativeDecoder
-from specrun.errors import BackendError
 from specrun.sampling.sampler import SamplingParams
 from specrun.serve.app import make_app
 from specrun.serve.connection import ACCEPTED_AT_ONCE, Connection, ConnectionLimiter, connection_limit
 from specrun.serve.engine import EngineThread, RequestUpdate
 from specrun.serve.keys import ApiKey
-from specrun.serve.limits import KEEP_ALIVE_SECONDS, WRITE_SECONDS
+from specrun.serve.limits import KEEP_ALIVE_SECONDS, MAX_STORED_RESPONSES, WRITE_SECONDS
+from specrun.serve.listening import BACKLOG, ListenOptions
 from specrun.serve.metrics import Metrics
+from specrun.serve.response_store import ResponseStore
 from specrun.serve.service import Service
-
-BACKLOG = 2048
-"""Number of connections that may wait to be accepted."""
-SEND_BUFFER_BYTES = 256 << 10
-"""Bytes of an unread answer that the system keeps. Its default is megabytes for each connection."""
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free one. Raises BackendError."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        return listener
-    except OSError as error:
-        raise BackendError(f"--host {host} --port {port}: {error.strerror or error}; give another one") from error
 
 
 async def serve(
     decoder: SpeculativeDecoder,
     listener: socket.socket,
     *,
+    listening: ListenOptions,
     model: str,
     keys: Sequence[ApiKey],
     allowed_hosts: Collection[str] | None,
@@ -57,11 +43,13 @@ async def serve(
     defaults: SamplingParams,
     write_seconds: float = WRITE_SECONDS,
     max_connections_by_address: int | None = None,
+    max_stored_responses: int = MAX_STORED_RESPONSES,
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP; then answer what was taken, for at most ``drain_seconds``, and return.
 
-    allowed_hosts: see ``specrun.serve.hosts``; None allows all. write_seconds, max_connections_by_address: see
-    ``specrun.serve.connection``.
+    listener: a socket of ``listening``. allowed_hosts: see ``specrun.serve.hosts``; None allows all. write_seconds,
+    max_connections_by_address: see ``specrun.serve.connection``. max_stored_responses: see
+    ``specrun.serve.response_store``; 0 stores none.
     The decoder is closed at the end.
     """
     loop = asyncio.get_running_loop()
@@ -81,9 +69,11 @@ async def serve(
         model,
         keys=keys,
         allowed_hosts=allowed_hosts,
+        listening=listening,
         timeout=timeout,
         log_prompts=log_prompts,
         defaults=defaults,
+        responses=ResponseStore(max_stored_responses),
     )
     limiter = ConnectionLimiter(connection_limit(), max_connections_by_address)
     config = uvicorn.Config(
@@ -98,6 +88,8 @@ async def serve(
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(drain_seconds),
+        ssl_certfile=listening.ssl_certfile,
+        ssl_keyfile=listening.ssl_keyfile,
     )
     server = _Server(config)
     engine.start()
@@ -106,6 +98,8 @@ async def serve(
     finally:
         await service.bodies.close()
         await asyncio.to_thread(engine.stop, 0.0)
+        if listening.uds:
+            listening.uds.unlink(missing_ok=True)
 
 
 class _Server(uvicorn.Server):

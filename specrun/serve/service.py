@@ -16,7 +16,10 @@ from specrun.serve.bodies import BodyReader
 from specrun.serve.engine import EngineThread
 from specrun.serve.errors import ApiError
 from specrun.serve.keys import ApiKey
+from specrun.serve.limits import MAX_STORED_RESPONSES
+from specrun.serve.listening import ListenOptions
 from specrun.serve.metrics import Metrics
+from specrun.serve.response_store import ResponseStore
 
 
 @dataclass
@@ -31,11 +34,13 @@ class Service:
     """API keys that may use the server; empty: no key is needed."""
     allowed_hosts: Collection[str] | None = None
     """Host names that the server answers to, besides those of this machine. None: all."""
+    listening: ListenOptions = field(default_factory=ListenOptions)
     timeout: float | None = None
     """Seconds after which an answer ends as it is."""
     log_prompts: bool = False
     defaults: SamplingParams = DEFAULTS
     """Sampling parameters for a body that does not set them."""
+    responses: ResponseStore = field(default_factory=lambda: ResponseStore(MAX_STORED_RESPONSES))
     bodies: BodyReader = field(default_factory=BodyReader)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -55,6 +60,13 @@ class Service:
             raise ApiError(
                 404, f"model {show(name)} is not served here; this is {self.model!r}", "model", "model_not_found"
             )
+
+    def fits(self, body: OpenAIBody) -> bool:
+        """Whether the engine has room for the one prompt and its output. Raises ContextLengthError and RequestError."""
+        length = len(self.decoder.token_ids(body.prompts[0], body.options))
+        longest = body.options.max_output_len
+        least = longest if isinstance(longest, int) else 1
+        return length <= self.max_input_len and length + least <= self.max_seq_len
 
     def answers(self, body: OpenAIBody, key: ApiKey | None) -> list[Answer]:
         """The answers to ``body``, before anything of them has come: its prompts' n answers, prompt by prompt.

@@ -71,13 +71,18 @@ class TextStream:
         self._held = ""
         """Text that is certain, but may be the beginning of a stop text."""
         self._shown: list[str] = []
-        self.stopped = False
-        """True once a stop text was met; the text ends before it."""
+        self.stop_text: str | None = None
+        """Stop text that was met; the text ends before it."""
 
     @property
     def text(self) -> str:
         """Everything shown so far."""
         return "".join(self._shown)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text was met."""
+        return self.stop_text is not None
 
     def push(self, token: int) -> str:
         """Add one token; return the text that is now certain. Bytes of an unfinished character wait."""
@@ -127,10 +132,10 @@ class TextStream:
             self._context_length = len(self._detokenizer.decode(self._context))
             del self._pending[:count]
         self._held += text
-        ends = [index for index in (self._held.find(text) for text in self._stop) if index >= 0]
+        ends = [(index, text) for text in self._stop if (index := self._held.find(text)) >= 0]
         if ends:
-            self.stopped = True
-            return self._show(min(ends))
+            end, self.stop_text = min(ends)
+            return self._show(end)
         return self._show(len(self._held) - self._possible_stop())
 
     def _possible_stop(self) -> int:

@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def environment_with(name: str, requirement: str) -> Path:
+def environment_with(name: str, *requirements: str) -> Path:
     """The folder of the programs of .cache/``name``/venv, which is made where it is missing."""
-    command = [str(ROOT / "scripts" / "setup_client"), name, requirement]
+    command = [str(ROOT / "scripts" / "setup_client"), name, *requirements]
     subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, check=True)
     return ROOT / ".cache" / name / "venv" / "bin"

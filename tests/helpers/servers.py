@@ -14,7 +14,8 @@ import httpx
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.openai.body import DEFAULTS
-from specrun.serve.server import listen, serve
+from specrun.serve.listening import ListenOptions
+from specrun.serve.server import serve
 
 
 @dataclass
@@ -40,7 +41,8 @@ class Server:
 @contextmanager
 def running(decoder: SpeculativeDecoder, **options: Any) -> Iterator[Server]:
     """A server of ``decoder``, which is closed at the end."""
-    listener = listen("127.0.0.1", 0)
+    listening = options.setdefault("listening", ListenOptions(port=0))
+    listener = listening.listen()
     settings: dict[str, Any] = {
         "model": "target",
         "keys": (),
@@ -52,13 +54,14 @@ def running(decoder: SpeculativeDecoder, **options: Any) -> Iterator[Server]:
         "log_prompts": False,
         "defaults": DEFAULTS,
     }
+    url = listening.url(listener)  # While it is open.
     before = threading.enumerate()
     loop = asyncio.new_event_loop()
     task = loop.create_task(serve(decoder, listener, **settings | options))
     thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
     thread.start()
     try:
-        yield Server(f"http://127.0.0.1:{listener.getsockname()[1]}", decoder)
+        yield Server(url, decoder)
     finally:
         loop.call_soon_threadsafe(task.cancel)
         thread.join(30)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
+from specrun.decoder import SpeculativeDecoder
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
 
@@ -38,6 +39,19 @@ QWEN = """
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 TAGS = ("<tool_call>", "</tool_call>", "<|python_tag|>")
+
+
+THINK, CLOSED = "{{- '<think>\\n' }}", "{{- '<think>\\n\\n</think>\\n' }}"
+THINKING = f"{QWEN}{{% if reasoning_effort == 'high' %}}{THINK}{{% else %}}{CLOSED}{{% endif %}}"
+"""Template of a model that thinks where it is told to make an effort."""
+
+
+def open_thinking_pair(pair: Path, root: Path, template: str = THINKING) -> SpeculativeDecoder:
+    """The pair of ``make_long_pair`` with a template, and a token for the end of a thought. root: an empty folder."""
+    (root / "template").write_text(template)
+    content = (pair / "special" / "tokenizer.json").read_text()
+    (root / "tokenizer.json").write_text(content.replace('"<|python_tag|>"', '"</think>"'))
+    return SpeculativeDecoder.open(pair / "target", pair / "draft", tokenizer_dir=root, chat_template=root / "template")
 
 
 def make_long_pair(root: Path) -> None:

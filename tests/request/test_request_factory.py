@@ -214,7 +214,7 @@ class BrokenText(TextStream):
     """A tokenizer that fails."""
 
     def __init__(self) -> None:
-        self.stopped = False
+        self.stop_text = None
 
     def push(self, token: int) -> str:
         raise ZeroDivisionError("in committing")

@@ -20,6 +20,7 @@ import pytest
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, RequestError
 from specrun.serve import limits
+from specrun.serve.errors import as_api_error
 from specrun.serve.generation import Generation
 from specrun.serve.keys import read_keys
 from specrun.serve.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES
@@ -120,6 +121,21 @@ def test_bad_bodies(server: Server, path: str, body: Any, status: int, param: st
     assert error["message"] and error["type"] in ("invalid_request_error", "not_found_error")
     if param:
         assert error["param"] and error["param"].startswith(param), error
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("/home/me/engines/target/config.json: missing", "config.json: missing"),
+        ("cannot read '/srv/models/a-b_1.0/model.onnx' (No such file)", "cannot read 'model.onnx' (No such file)"),
+        ('RuntimeError("/onnxruntime_src/core/graph.cc:123 Fail")', 'RuntimeError("graph.cc:123 Fail")'),
+        ("POST to http://host/v1/models, a/b or 1/2/3", "POST to http://host/v1/models, a/b or 1/2/3"),
+    ],
+)
+def test_errors_name_no_folders(message: str, told: str) -> None:
+    for error in (RequestError(message), BackendError(message)):
+        assert as_api_error(error).body["error"]["message"] == told
+    assert message not in str(as_api_error(OSError(message)).body), "what nobody expected is not told at all"
 
 
 @pytest.mark.parametrize(

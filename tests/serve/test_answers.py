@@ -133,6 +133,7 @@ def test_stop_texts_biases_and_seeds_reach_the_decoder(server: Server) -> None:
     body = {"prompt": "the cat", **GREEDY, "stop": whole[4:6]}
     (choice,) = server.post("/v1/completions", body).json()["choices"]
     assert choice["text"] == whole[: whole.index(whole[4:6])] and choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == whole[4:6]
     biased = {"prompt": "the cat", **GREEDY, "logit_bias": {"70": 100}, "max_tokens": 3, "logprobs": 0}
     (choice,) = server.post("/v1/completions", biased).json()["choices"]
     assert len(set(choice["logprobs"]["tokens"])) == 1

@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 def test_the_examples_of_the_page_run(long_pair: Path, tmp_path: Path) -> None:
     (tmp_path / "template").write_text(QWEN)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     decoder = SpeculativeDecoder.open(long_pair / "target", chat_template=tmp_path / "template", tool_format=HERMES)
     names: dict[str, object] = {}
     with running(decoder) as server:

@@ -14,14 +14,23 @@ import pytest
 from specrun.serve.errors import ApiError
 from specrun.serve.large_body import LargeBodies
 
-CHAT, COMPLETION, RESPONSE, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
+CHAT, COMPLETION, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+RESPONSE, MESSAGE = "/v1/responses", "/v1/messages"
 MESSAGES = [{"role": "user", "content": "a"}]
-FINE = [(COMPLETION, {"prompt": "a", "x": 1}), (CHAT, {"messages": MESSAGES}), (TOKENIZE, {"messages": MESSAGES})]
+CONTINUED = {"input": [{"type": "item_reference", "id": "b"}, *MESSAGES * 1000], "previous_response_id": "a"}
+FINE: list[tuple[str, Any]] = [
+    (COMPLETION, {"prompt": "a", "x": 1}),
+    (CHAT, {"messages": MESSAGES}),
+    (TOKENIZE, {"messages": MESSAGES}),
+    (RESPONSE, {**CONTINUED, "truncation": "auto"}),  # The server alone knows what is stored.
+]
 REFUSED: list[tuple[str, Any, str | None, str]] = [
     (COMPLETION, {"prompt": [1] * 100_000}, "prompt", "100000 tokens"),
     (COMPLETION, {"prompt": "a", "n": "many"}, "n", "n"),
     (CHAT, {"messages": MESSAGES * 1000}, "messages", "1000 messages"),
     (RESPONSE, {"input": "a", "conversation": "b"}, "conversation", "conversation"),
+    (RESPONSE, CONTINUED, "input", "1001 messages"),
+    (MESSAGE, {"max_tokens": 1, "messages": MESSAGES * 1000}, "messages", "1000 messages"),
     (TOKENIZE, {"prompt": 1.5}, "prompt", "prompt"),
 ]
 

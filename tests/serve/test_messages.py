@@ -13,7 +13,7 @@ import pytest
 from specrun.decoder import SpeculativeDecoder
 from specrun.serve.keys import ApiKey
 from tests.helpers.servers import Server, running
-from tests.helpers.tool_pairs import QWEN
+from tests.helpers.tool_pairs import QWEN, open_thinking_pair
 
 SCHEMA = {
     "type": "object",
@@ -33,12 +33,7 @@ TURN = "{% if enable_thinking %}{{- '<think>\\n' }}{% else %}{{- '<think>\\n\\n<
 @pytest.fixture(scope="module")
 def opened(long_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpeculativeDecoder]:
     """A model that thinks where it is asked to."""
-    root = tmp_path_factory.mktemp("messages")
-    (root / "template").write_text(QWEN + TURN)
-    content = (long_pair / "special" / "tokenizer.json").read_text()
-    (root / "tokenizer.json").write_text(content.replace('"<|python_tag|>"', '"</think>"'))
-    pair = long_pair / "target", long_pair / "draft"
-    with SpeculativeDecoder.open(*pair, tokenizer_dir=root, chat_template=root / "template") as decoder:
+    with open_thinking_pair(long_pair, tmp_path_factory.mktemp("messages"), QWEN + TURN) as decoder:
         yield decoder
 
 
@@ -108,6 +103,24 @@ def test_a_stream_is_the_whole_message(client: Any, thinks: bool) -> None:
         assert last.content[0].thinking == whole.content[0].thinking != ""
     kinds = [event.type for event in events if event.type in {"message_start", "content_block_start", "message_stop"}]
     assert kinds == ["message_start", *["content_block_start"] * (1 + thinks), "message_stop"]
+
+
+def test_a_stop_sequence_is_told(client: Any) -> None:
+    """Whole and streamed; not where another end comes first."""
+    sampled: dict[str, Any] = {**ASK, "max_tokens": 12, "extra_body": {"seed": 3}}
+    whole = client.messages.create(**sampled)
+    text = whole.content[0].text
+    stop = next(
+        text[place : place + 2] for place in range(1, len(text)) if text.index(text[place : place + 2]) == place
+    )
+    ask = {**sampled, "stop_sequences": ["never", stop]}
+    found = client.messages.create(**ask)
+    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", stop)
+    assert found.content[0].text == text.partition(stop)[0]
+    with client.messages.stream(**ask) as stream:
+        last = stream.get_final_message()
+    assert (last.stop_reason, last.stop_sequence) == ("stop_sequence", stop)
+    assert (whole.stop_reason, whole.stop_sequence) == ("max_tokens", None)
 
 
 @pytest.mark.parametrize(

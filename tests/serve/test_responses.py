@@ -1,4 +1,4 @@
-"""The Responses API with tools and thoughts, as OpenAI's and LangChain's clients use it."""
+"""The Responses API with tools and thoughts, as OpenAI's client uses it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 
 import openai
 import pytest
-from langchain_openai import ChatOpenAI
 
-from specrun.decoder import SpeculativeDecoder
 from tests.helpers.servers import Server, running
-from tests.helpers.tool_pairs import QWEN
+from tests.helpers.tool_pairs import open_thinking_pair
 
 PARAMETERS = {
     "type": "object",
@@ -27,20 +25,11 @@ TOOLS: list[Any] = [
 ]
 ASK: dict[str, Any] = {"model": "target", "input": "the weather", "max_output_tokens": 200, "tools": TOOLS}
 NAMED: Any = {"type": "function", "name": "get_weather"}
-THINK, CLOSED = "{{- '<think>\\n' }}", "{{- '<think>\\n\\n</think>\\n' }}"
 
 
 @pytest.fixture(scope="module")
 def server(long_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Of a model that thinks where it is told to make an effort."""
-    root = tmp_path_factory.mktemp("responses")
-    (root / "template").write_text(
-        f"{QWEN}{{% if reasoning_effort == 'high' %}}{THINK}{{% else %}}{CLOSED}{{% endif %}}"
-    )
-    content = (long_pair / "special" / "tokenizer.json").read_text()
-    (root / "tokenizer.json").write_text(content.replace('"<|python_tag|>"', '"</think>"'))
-    pair = long_pair / "target", long_pair / "draft"
-    with running(SpeculativeDecoder.open(*pair, tokenizer_dir=root, chat_template=root / "template")) as server:
+    with running(open_thinking_pair(long_pair, tmp_path_factory.mktemp("responses"))) as server:
         yield server
 
 
@@ -120,17 +109,22 @@ def test_an_answer_without_a_call_is_a_message(client: Any) -> None:
     assert [item.type for item in found.output] == ["message"] and found.status == "incomplete"
 
 
-def test_langchain_binds_tools(server: Server) -> None:
-    model = ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model="target", use_responses_api=True)
-
-    def get_weather(city: str) -> str:
-        """The weather of a city."""
-        return city
-
-    bound = model.bind_tools([get_weather], tool_choice="get_weather").bind(max_output_tokens=300)
-    (call,) = bound.invoke("the weather").tool_calls or [None]
-    assert call is None or call["name"] == "get_weather"
-    streamed = None
-    for chunk in bound.stream("the weather"):
-        streamed = chunk if streamed is None else streamed + chunk
-    assert streamed is not None and streamed.tool_call_chunks[0]["name"] == "get_weather"
+@pytest.mark.parametrize("kind", ["text", "call", "thought and call", "thought and text"])
+def test_log_probabilities_are_of_the_texts_tokens(client: Any, kind: str) -> None:
+    """Neither of a thought's nor of a call's, whole and streamed."""
+    ask: dict[str, Any] = {**ASK, "include": ["message.output_text.logprobs"]}
+    ask |= {"max_output_tokens": 200 if "call" in kind else 20, "tool_choice": NAMED if "call" in kind else "none"}
+    ask |= {"reasoning": {"effort": "high" if "thought" in kind else "low"}}
+    ask["extra_body"] = {"max_reasoning_tokens": 6, "seed": 4}
+    whole = client.responses.create(**ask)
+    events = list(client.responses.create(**ask, stream=True))
+    kinds = ["reasoning"] * ("thought" in kind) + ["function_call" if "call" in kind else "message"]
+    assert [item.type for item in whole.output] == kinds == [item.type for item in events[-1].response.output]
+    if "text" in kind:
+        part = whole.output[-1].content[0]
+        spelt = b"".join(bytes(score.bytes) for score in part.logprobs).decode(errors="replace")
+        assert spelt.endswith(part.text) and len(part.text) > 5 and len(spelt) < len(part.text) + 8
+        told = [
+            score.token for event in events if event.type == "response.output_text.delta" for score in event.logprobs
+        ]
+        assert told == [score.token for score in part.logprobs]

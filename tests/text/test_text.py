@@ -159,10 +159,13 @@ def test_a_stop_text_that_was_waiting_at_the_end() -> None:
 def test_stop_texts_across_tokens() -> None:
     tokenizer = byte_level(CORPUS, 320, SPECIAL)
     tokens = tokenizer.encode("The quick brown fox").ids
-    for stop, expected in ((["ck b"], "The qui"), (["ox", "fo"], "The quick brown "), (["zz"], "The quick brown fox")):
+    for stop, expected, met in (
+        (["ck b"], "The qui", "ck b"),
+        (["ox", "fo"], "The quick brown ", "fo"),
+        (["zz"], "The quick brown fox", None),
+    ):
         stream = streamed(tokenizer, [], tokens, stop)
-        assert stream.text == expected
-        assert stream.stopped == (stop != ["zz"])
+        assert (stream.text, stream.stop_text, stream.stopped) == (expected, met, met is not None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
