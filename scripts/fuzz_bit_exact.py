@@ -36,10 +36,20 @@ FEW_BITS: dict[str, dict[str, Any]] = {
     "int4": {"qformat": "int4"},
     "int4 by 64": {"qformat": "int4", "group_size": 64},  # ONNX Runtime's own products have to pad these.
 }
-FORMS = ("float32", *FEW_BITS, "recurrent", "recurrent int8", "2 ranks", "2 ranks int8", "2 ranks int4", "cuda")
+FORMS = (
+    "float32",
+    *FEW_BITS,
+    "recurrent",
+    "recurrent int8",
+    "2 ranks",
+    "2 ranks int8",
+    "2 ranks int4",
+    "cuda",
+    "cuda int4",
+)
 """Forms of weights: of a dense target, of one with gated delta nets, of a dense one that two processes compute.
 
-cuda: bfloat16 for our own CUDA kernels, which run on the simulator where there is no GPU."""
+cuda: for our own CUDA kernels, in bfloat16, which run on the simulator where there is no GPU."""
 GROUP = 24
 """Requests that one pair decodes."""
 LONGEST_OUTPUT = 32
@@ -160,8 +170,8 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     from tests.helpers.families import save_checkpoint
 
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384}
-    if form == "cuda":
-        return _make_cuda_engines(root, sizes)
+    if form.startswith("cuda"):
+        return _make_cuda_engines(root, {"qformat": "int4"} if form.endswith("int4") else {}, sizes)
     is_recurrent, ranks = form.startswith("recurrent"), 2 if form.startswith("2 ranks") else 1
     bits = form.removeprefix("recurrent").removeprefix("2 ranks").strip()
     family, layers = ("qwen3_5", 4) if is_recurrent else ("llama3", 3)
@@ -175,7 +185,7 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     return target, [make_engine(source, root / name, max_batch_size=5) for name, source in sources.items()]
 
 
-def _make_cuda_engines(root: Path, sizes: dict[str, Any]) -> tuple[Path, list[Path]]:
+def _make_cuda_engines(root: Path, options: dict[str, Any], sizes: dict[str, Any]) -> tuple[Path, list[Path]]:
     """A target for our own CUDA kernels, and drafts: itself, and one that never agrees."""
     from tests.helpers.engines import make_engine, make_onnx
     from tests.helpers.families import save_checkpoint
@@ -185,7 +195,8 @@ def _make_cuda_engines(root: Path, sizes: dict[str, Any]) -> tuple[Path, list[Pa
 
         gpus.start(1)
     hf = {name: save_checkpoint(root / name / "hf", name, seed=1, **sizes) for name in ("qwen3", "gemma3")}
-    onnx = {name: make_onnx(path, root / name / "onnx", verify=False, dtype="bfloat16") for name, path in hf.items()}
+    options = {"verify": False, "dtype": "bfloat16", **options}
+    onnx = {name: make_onnx(path, root / name / "onnx", **options) for name, path in hf.items()}
     target = make_engine(onnx["qwen3"], root / "target", max_draft_len=5, max_batch_size=4, backend="cuda")
     other = make_engine(onnx["gemma3"], root / "other", max_batch_size=4, backend="cuda")
     return target, [target, other]

@@ -19,6 +19,11 @@ KERNELS = "1"
 """Version of this description, and of the layout of weights."""
 TILE = 16
 """Rows and columns of a tile of a weight."""
+Bits = Literal[16, 8, 4]
+STEPS: dict[int, int] = {16: 1, 8: 2, 4: 4}
+"""Tiles of which a lane reads 16 bytes at once, by the bits of a number."""
+GROUP = 32
+"""Columns whose codes share a scale."""
 ALIGNMENT = 256
 """Bytes; a tensor begins at a multiple of it."""
 Activation = Literal["silu", "gelu_tanh"]
@@ -33,8 +38,8 @@ class StoredTensor(Strict):
 
     offset: int = Field(ge=0, multiple_of=ALIGNMENT)
     shape: tuple[Size, ...]
-    dtype: Literal["float32", "uint16"]
-    """uint16: numbers of the model's type, in tiles [rows / 16, columns / 16, 256]; see ``pack_tiles``."""
+    dtype: Literal["float32", "uint16", "uint8"]
+    """Type of numpy: uint16 for float16 and bfloat16, uint8 for codes."""
 
     @property
     def nbytes(self) -> int:
@@ -51,11 +56,22 @@ class Norm(Strict):
 
 
 class Linear(Strict):
-    """A linear layer, whose weight [outputs, inputs] is in tiles. It may be several that read one input."""
+    """A linear layer, or several that read one input, or a table whose rows are looked up.
+
+    A number of its weight [outputs, inputs] has 16 bits, or is ``unit * (scale * code + offset)``.
+    """
 
     weight: str
+    """Name of its tiles: uint16 [outputs / 16, inputs / 16, 256], or uint8 [outputs / 16, steps, 512]."""
     inputs: Size
     outputs: Size
+    bits: Bits = 16
+    scales: str | None = None
+    """Name of the scales of codes, float16 [outputs / 16, steps, 16 * groups of a step]."""
+    units: str | None = None
+    """Name of the units of outputs, float32 [outputs], padded to whole tiles."""
+    offsets: str | None = None
+    """Name of offsets, laid out as scales."""
     bias: str | None = None
     """Name of a bias, float32 [outputs]."""
 
@@ -109,8 +125,8 @@ class Decoder(Strict):
     num_heads: Size
     num_kv_heads: Size
     head_dim: Size
-    embedding: str
-    """Name of the table [vocab_size, width] in tiles; that of ``head`` where they are tied."""
+    embedding: Linear
+    """The table [vocab_size, width]; it has the weight of ``head`` where they are tied."""
     embedding_scale: float = 1.0
     layers: list[Layer] = Field(min_length=1, max_length=1 << 12)
     norm: Norm | None
@@ -123,8 +139,10 @@ class Decoder(Strict):
         """Every tensor has the shape that kernels read, so that none of them reads or writes beyond its memory."""
         if self.head_dim not in HEAD_DIMS or self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads of {self.head_dim}, {self.num_kv_heads} of keys")
-        self._require(self.embedding, _tiles(self.vocab_size, self.width))
+        self._check_linear(self.embedding, self.width, self.vocab_size)
         queries, gated = self.num_heads * self.head_dim, self.layers[0].down.inputs
+        if gated % TILE:
+            raise ValueError(f"{gated} gated numbers are no multiple of {TILE}")
         outputs = queries + 2 * self.num_kv_heads * self.head_dim
         for layer in self.layers:
             self._check_linear(layer.heads, self.width, outputs)
@@ -148,7 +166,17 @@ class Decoder(Strict):
     def _check_linear(self, linear: Linear, inputs: int, outputs: int) -> None:
         if (linear.inputs, linear.outputs) != (inputs, outputs):
             raise ValueError(f"{linear.weight}: of {linear.inputs} -> {linear.outputs}, expected {inputs} -> {outputs}")
-        self._require(linear.weight, _tiles(outputs, inputs))
+        rows, step = -(-outputs // TILE), TILE * STEPS[linear.bits]
+        if inputs % TILE:
+            raise ValueError(f"{linear.weight}: {inputs} inputs are no multiple of {TILE}")
+        steps = -(-inputs // step)
+        if linear.bits == 16:
+            self._require(linear.weight, (rows, steps, TILE * TILE), "uint16")
+        else:
+            self._require(linear.weight, (rows, steps, 2 * TILE * TILE), "uint8")
+            for name in (linear.scales, linear.offsets) if linear.offsets else (linear.scales,):
+                self._require(str(name), (rows, steps, TILE * step // GROUP), "uint16")
+            self._require(str(linear.units), (rows * TILE,))
         if linear.bias:
             self._require(linear.bias, (outputs,))
 
@@ -156,14 +184,7 @@ class Decoder(Strict):
         if norm:
             self._require(norm.weight, (width,))
 
-    def _require(self, name: str, shape: tuple[int, ...]) -> None:
-        dtype = "uint16" if len(shape) == 3 else "float32"
+    def _require(self, name: str, shape: tuple[int, ...], dtype: str = "float32") -> None:
         tensor = self.tensors.get(name)
         if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
             raise ValueError(f"{name}: expected {dtype} {list(shape)}")
-
-
-def _tiles(rows: int, columns: int) -> tuple[int, int, int]:
-    if columns % TILE:
-        raise ValueError(f"{columns} columns are no multiple of {TILE}")
-    return -(-rows // TILE), columns // TILE, TILE * TILE

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
+import numpy.typing as npt
 import pytest
+import safetensors
 import torch
 
-from specbuild.compilers.cuda.tiles import tile_layout
+from specbuild.quantization.calibration_data import TextOptions
 from specrun.engine_dir.config import LAYER_WEIGHTS_NAME, LAYERS_NAME, open_engine
-from specrun.engine_dir.layers import Decoder
+from specrun.engine_dir.layers import STEPS, Decoder
 from specrun.errors import BackendError, BuildError
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
@@ -28,7 +29,7 @@ def test_the_layers_are_described_beside_their_weights(tmp_path: Path) -> None:
     engine = build(tmp_path, "gemma3")
     decoder = Decoder.model_validate_json((engine / LAYERS_NAME).read_text())
     assert [layer.attention.window for layer in decoder.layers] == [6, 6, 0]
-    assert decoder.embedding == decoder.head.weight, "tied embeddings are stored once"
+    assert decoder.embedding.weight == decoder.head.weight, "tied embeddings are stored once"
     assert decoder.embedding_scale == 8 and decoder.layers[0].activation == "gelu_tanh"
     assert all(layer.output_norm and layer.attention.query_norm for layer in decoder.layers)
     end = max(tensor.offset + tensor.nbytes for tensor in decoder.tensors.values())
@@ -58,28 +59,63 @@ def test_other_models_are_told_which_layer_is_in_the_way(tmp_path: Path, family:
 def test_numbers_of_other_kinds_are_told_how_to_convert(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="convert with --dtype bfloat16 or float16"):
         build(tmp_path / "float32", "llama3", torch.float32)
-    with pytest.raises(BuildError, match="no weights or caches in few bits yet"):
-        build(tmp_path / "int4", "llama3", qformat="int4")
+    with pytest.raises(BuildError, match="no caches in few bits yet"):
+        build(tmp_path / "int4", "llama3", kv_cache_dtype="int8", texts=TextOptions(size=2, length=16))
+    with pytest.raises(BuildError, match="groups of 16, which are no multiple of 32"):
+        build(tmp_path / "groups", "llama3", qformat="int4", group_size=16)
+    with pytest.raises(BuildError, match="weights in float8"):
+        build(tmp_path / "float8", "llama3", qformat="fp8_wo")
     with pytest.raises(BackendError, match="--tp_size: only engines for CPUs and those of TensorRT"):
         make_engine(tmp_path / "int4" / "onnx", tmp_path / "ranks", backend="cuda", tp_size=2)
     with pytest.raises(BackendError, match="an engine of cuda has no profiles"):
         make_engine(tmp_path / "int4" / "onnx", tmp_path / "profiles", backend="cuda", multiple_profiles=True)
 
 
-@pytest.mark.parametrize("dtype", [ir.DataType.BFLOAT16, ir.DataType.FLOAT16])
-def test_a_lane_finds_its_numbers_side_by_side(dtype: ir.DataType) -> None:
-    """Of a weight [K, N], as the PTX ISA draws the first matrix of m16n8k16, with zeros behind its end."""
-    weight = np.random.default_rng(0).normal(size=(48, 20)).astype(np.float32)
-    tiles = tile_layout(dtype).pack(weight)
-    assert tiles.shape == (2, 3, 256)
-    padded = np.zeros((32, 48), np.float32)
-    padded[:20] = weight.T
-    rounded = torch.from_numpy(padded).to(torch.bfloat16 if dtype == ir.DataType.BFLOAT16 else torch.float16)
-    bits = rounded.view(torch.int16).numpy().view(np.uint16)
-    for row, column, lane, number in np.ndindex(2, 3, 32, 8):
-        n = row * 16 + lane // 4 + number // 2 % 2 * 8
-        k = column * 16 + lane % 4 * 2 + number // 4 * 8 + number % 2
-        assert tiles[row, column, lane * 8 + number] == bits[n, k]
+def numbers_of(engine: Path, name: str) -> npt.NDArray[np.float32]:
+    """A weight [N, K], read as the kernels read it: lane by lane, as the PTX ISA draws the matrix a of m16n8k16."""
+    decoder = Decoder.model_validate_json((engine / LAYERS_NAME).read_text())
+    content = (engine / LAYER_WEIGHTS_NAME).read_bytes()
+
+    def stored(of: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        tensor = decoder.tensors[of]
+        return np.frombuffer(content, dtype, tensor.nbytes // np.dtype(dtype).itemsize, tensor.offset)
+
+    linear = getattr(decoder.layers[0], name)
+    tiles = STEPS[linear.bits]
+    found = np.zeros((linear.outputs, -(-linear.inputs // (16 * tiles)) * 16 * tiles), np.float32)
+    steps = found.shape[1] // (16 * tiles)
+    for n, k in np.ndindex(*found.shape):
+        step, tile = n // 16 * steps + k // (16 * tiles), k // 16 % tiles
+        lane, register, half = n % 8 * 4 + k % 8 // 2, k % 16 // 8 * 2 + n % 16 // 8, n % 16 // 8
+        at = step * 32 + lane
+        if linear.bits == 16:
+            bits = stored(linear.weight, np.uint16)[at * 8 + 2 * register + k % 2]
+            found[n, k] = (np.uint32(bits) << np.uint32(16)).view(np.float32)
+            continue
+        if linear.bits == 8:
+            code = int(stored(linear.weight, np.int8)[at * 16 + tile * 8 + 2 * register + k % 2])
+        else:
+            code = (int(stored(linear.weight, np.uint32)[at * 4 + tile]) >> (4 * register + 16 * (k % 2)) & 15) - 8
+        group = (step * 8 + n % 8) * tiles + half * (tiles // 2) + tile // 2
+        offset = stored(linear.offsets, np.float16)[group] if linear.offsets else 0
+        found[n, k] = stored(linear.units, np.float32)[n] * (
+            np.float32(stored(linear.scales, np.float16)[group]) * code + np.float32(offset)
+        )
+    return found[:, : linear.inputs]
+
+
+@pytest.mark.parametrize("qformat", ["auto", "int8", "int4", "int4_sym"])
+def test_a_lane_finds_its_numbers_side_by_side(tmp_path: Path, qformat: str) -> None:
+    """Those of the checkpoint, whose widths are no multiple of what a lane reads at once."""
+    hf = save_checkpoint(tmp_path / "hf", "llama3", dtype=torch.bfloat16, intermediate_size=96)
+    engine = make_engine(
+        make_onnx(hf, tmp_path / "onnx", verify=False, qformat=qformat), tmp_path / "engine", backend="cuda"
+    )
+    with safetensors.safe_open(hf / "model.safetensors", "pt") as file:
+        expected = file.get_tensor("model.layers.0.mlp.down_proj.weight").float().numpy()
+    found = numbers_of(engine, "down")
+    worst = {"auto": 0.0, "int8": 0.01, "int4": 0.15, "int4_sym": 0.2}[qformat]
+    assert np.linalg.norm(found - expected) <= worst * np.linalg.norm(expected)
 
 
 def test_an_engine_is_built_again_where_it_differs(tmp_path: Path) -> None:

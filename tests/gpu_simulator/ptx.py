@@ -235,6 +235,8 @@ def _instruction(words: list[str], operands: list[str], line: int, function: _Fu
     base, modifiers, last = words[0], words[1:-1], words[-1]
     if special := _OTHERS.get(base):
         return special(words, operands, line, function)
+    if last in ("f16x2", "bf16x2") and words[:-1] == ["fma", "rn"]:
+        return _fma_pairs(words, operands, function)
     kind = _type(last)
     if base == "mov" and operands[0].startswith("{"):
         low, high = (part.strip() for part in operands[0].strip("{}").split(","))
@@ -476,6 +478,13 @@ def _mma(words: list[str], operands: list[str], line: int, function: _Function) 
     stores = " ".join(_store(part, "f32", f"own.c[{index}]") for index, part in enumerate(to))
     work = f"thread->services->together(thread, &own, multiply<{number}>, {line});"
     return f"Fragment own{{{{{left}}}, {{{right}}}, {{{sums}}}}}; {work} {stores}"
+
+
+def _fma_pairs(words: list[str], operands: list[str], function: _Function) -> str:
+    """Of two numbers of 16 bits in a word."""
+    number = {"f16x2": "Half", "bf16x2": "Bfloat"}[words[-1]]
+    values = ", ".join(_value(operand, "u32", function) for operand in operands[1:])
+    return _store(operands[0], "u32", f"fma_pairs<{number}>({values})")
 
 
 def _bfi(words: list[str], operands: list[str], line: int, function: _Function) -> str:

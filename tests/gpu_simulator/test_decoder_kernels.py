@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.fuzz_bit_exact import fuzz
 from scripts.real_models import NoPackagesError, real_model
+from specrun.backends import open_host_backend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import LAYERS_NAME, open_engine
@@ -31,6 +32,7 @@ from specrun.sampling.sampler import Floats, SamplingParams
 from tests.gpu_simulator import gpus
 from tests.helpers.engines import make_engine, make_onnx, once, redescribe
 from tests.helpers.families import VOCAB, save_checkpoint
+from tests.helpers.parity import forward
 from tests.helpers.tables import decode
 
 FAMILIES = ("llama3.2", "tinyllama", "mistral", "gemma", "gemma2", "gemma3", "phi3-longrope", "qwen2", "qwen3")
@@ -78,15 +80,15 @@ def opened(engine: Path) -> Iterator[Passes]:
 def engine_of(shared: Path) -> Callable[..., Path]:
     """The engine of a family, made once."""
 
-    def engine(family: str, dtype: str = "bfloat16", seed: int = 1, length: int = 112) -> Path:
+    def engine(family: str, dtype: str = "bfloat16", seed: int = 1, length: int = 112, qformat: str = "auto") -> Path:
         def make(directory: Path) -> None:
             changes: Any = {"max_position_embeddings": 512} if length > 112 else {}
             hf = save_checkpoint(directory / "hf", family, seed, getattr(torch, dtype), **changes)
-            onnx = make_onnx(hf, directory / "onnx", verify=False)
+            onnx = make_onnx(hf, directory / "onnx", verify=False, qformat=qformat)
             sizes: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 64, "max_draft_len": 7}
             make_engine(onnx, directory / "engine", backend="cuda", max_seq_len=length, **sizes)
 
-        return once(shared / "cuda" / f"{family}.{dtype}.{seed}.{length}", make) / "engine"
+        return once(shared / "cuda" / f"{family}.{dtype}.{seed}.{length}.{qformat}", make) / "engine"
 
     return engine
 
@@ -110,6 +112,24 @@ def test_logits_are_those_of_transformers(engine_of: Callable[..., Path], family
     assert scale > 0.5, "logits so flat would hide mistakes"
     for found, reference in ((several, [expected[0, 11:19], expected[1, 22:30]]), (alone, [expected[0, 22:23]])):
         assert np.abs(found - np.stack(reference)).max() < DTYPES[dtype].tolerance * scale
+
+
+@pytest.mark.quick("int4-bfloat16", "int8-float16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("qformat", ["int8", "int4", "int4_sym"])
+def test_logits_of_weights_in_few_bits(engine_of: Callable[..., Path], qformat: str, dtype: str) -> None:
+    """Those of the CPU, whose products round inputs to 8 bits; tied embeddings are looked up in the head's codes."""
+    engine = engine_of("llama3.2", dtype, qformat=qformat)
+    ids = np.random.default_rng(1).integers(1, VOCAB, (1, 12))
+    with opened(engine) as passes:
+        found = passes.run(ids, [0], [range(4, 12)])
+        again = np.concatenate([passes.run(ids[:, at : at + 1], [at], [[0]], first=1) for at in range(12)], axis=1)
+    assert np.array_equal(found, again[:, 4:])
+    cpu = make_engine(engine.parent / "onnx", engine.parent / "cpu", max_draft_len=7)
+    backend = open_host_backend(cpu, open_engine(cpu), 0)
+    backend.resize(1, 64, 0)
+    expected = forward(backend, ids, [0], [range(4, 12)])
+    assert np.abs(found - expected).max() < 0.04 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("family", ["tinyllama", "gemma3"])

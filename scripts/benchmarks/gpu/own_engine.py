@@ -164,7 +164,7 @@ def _decoder(shape: Shape, size: Size) -> Decoder:
         num_heads=shape.heads,
         num_kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        embedding=head.weight,
+        embedding=head,
         layers=layers,
         norm=norm,
         head=head,

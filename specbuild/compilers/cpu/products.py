@@ -8,7 +8,7 @@ are tied to the head are found in the head's weight by ``EmbeddingLookup``, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -32,25 +32,28 @@ _LONGEST_BLOCK = 1 << 16
 """Sums of so many products of 8-bit numbers fit into 32 bits."""
 
 
-class FloatLayout(NamedTuple):
-    """How an operator wants weights that are numbers."""
+class PackedWeight(NamedTuple):
+    """Weights in the operators' layout."""
 
-    dtype: ir.DataType
-    shape: Callable[[int], tuple[int, int]]
-    """Shape of what 16 columns of K numbers become."""
-    pack: Callable[[Floats], npt.NDArray[Any]]
-    """Makes [N / 16, *shape] of [K, N]."""
-
-
-CPU_LAYOUT = FloatLayout(ir.DataType.FLOAT, lambda inputs: (inputs, COLUMNS), pack_floats)
+    lines: ir.Value
+    scales: list[ir.Value | None]
+    """Scales, units of scales, minima and units of minima of codes, in this order; empty for numbers."""
+    zeros: ir.Value | None
+    sizes: dict[str, int | list[int]]
+    """Attributes of the operators."""
 
 
-def use_own_products(model: ir.Model, layout: FloatLayout = CPU_LAYOUT) -> int:
+PackWeights = Callable[[ir.Graph, Sequence["Weight"], int], PackedWeight]
+"""Lays out weights of one kind side by side. The last: inputs that are rounded with one scale."""
+
+
+def use_own_products(model: ir.Model, pack: PackWeights | None = None) -> int:
     """Let the products of ``model``, in float32, be computed by our operators where they take them, in place.
 
     Returns how many there are. Products of one input are computed together. The weights in the operator's layout are
-    computed when they are read. layout: of weights that are numbers.
+    computed when they are read. pack: lays weights out; None: as the CPU's operators want them.
     """
+    pack = pack or pack_for_cpu
     nodes = list(model.graph)  # Not those in branches: ONNX Runtime has experts' codes there.
     products = [own for node in nodes if node.op_type == "MatMul" and (own := _product(node)) is not None]
     tables = [look for node in nodes if node.op_type == "Gather" and (look := _lookup(node)) is not None]
@@ -70,13 +73,13 @@ def use_own_products(model: ir.Model, layout: FloatLayout = CPU_LAYOUT) -> int:
     if not groups:
         return 0
     for group in groups:
-        packed = _replace(model.graph, group, layout)
+        packed = _replace(model.graph, group, pack)
         for lookup in lookups.pop(group[0].weight.place, []) if len(group) == 1 else ():
             _look_up(model.graph, lookup, packed)
     for left in lookups.values():
         for lookup in left:
             if lookup.weight.bits != 32:  # Numbers that no product has stay as they are.
-                _look_up(model.graph, lookup, _pack(model.graph, [lookup.weight], lookup.block, layout))
+                _look_up(model.graph, lookup, pack(model.graph, [lookup.weight], lookup.block))
     model.opset_imports[DOMAIN] = VERSION
     return sum(map(len, groups))
 
@@ -118,7 +121,7 @@ class _BlockValues:
 
 
 @dataclass(frozen=True)
-class _Weight:
+class Weight:
     """A weight [K, N] of numbers, or of codes that a DequantizeLinear makes numbers of."""
 
     name: str
@@ -182,7 +185,7 @@ class _Weight:
 class _Product:
     """A product that the operator takes, or rows of a table that are looked up."""
 
-    weight: _Weight
+    weight: Weight
     """A table as a weight has the rows that are looked up as its columns."""
     nodes: tuple[ir.Node, ...]
     """Nodes that are replaced: the MatMul or Gather, and the Add of its minima."""
@@ -205,7 +208,7 @@ class _Product:
         return self.x, self.block, self.weight.kind, self.nodes[0] if self.weight.readers > 1 else None
 
 
-def _weight(value: ir.Value | None, is_transposed: bool = False) -> _Weight | None:
+def _weight(value: ir.Value | None, is_transposed: bool = False) -> Weight | None:
     """A constant matrix, which Transpose and Cast may stand behind; None where it is none.
 
     is_transposed: it is read as [N, K].
@@ -227,10 +230,10 @@ def _weight(value: ir.Value | None, is_transposed: bool = False) -> _Weight | No
         return None
     if value.shape is None or len(value.shape) != 2:
         return None
-    return _Weight(name, value, readers or len(value.uses()), is_transposed=is_transposed)
+    return Weight(name, value, readers or len(value.uses()), is_transposed=is_transposed)
 
 
-def _dequantized(node: ir.Node, readers: int, is_transposed: bool) -> _Weight | None:
+def _dequantized(node: ir.Node, readers: int, is_transposed: bool) -> Weight | None:
     """None where the operators do not take it, or its codes are read in another way too: they would be kept twice."""
     codes, scales, zeros = (*node.inputs, None)[:3]
     if codes is None or scales is None or not codes.is_initializer() or codes.dtype not in _BITS:
@@ -251,7 +254,7 @@ def _dequantized(node: ir.Node, readers: int, is_transposed: bool) -> _Weight | 
     zero_points = zeros.const_value if zeros is not None else None
     if (steps := _block_values(scales, is_transposed)) is None:
         return None
-    weight = _Weight(str(codes.name), codes, readers, steps, zero_points, None, block, is_transposed)
+    weight = Weight(str(codes.name), codes, readers, steps, zero_points, None, block, is_transposed)
     fits = axis % 2 == (is_transposed if block else not is_transposed) and block <= _LONGEST_BLOCK
     return weight if fits and block % line_inputs(weight.bits) == 0 else None
 
@@ -301,9 +304,9 @@ def _lookup(gather: ir.Node) -> _Product | None:
     return _Product(replace(table, minima=minima), (gather, added.add), (added.left, added.product))
 
 
-def _replace(graph: ir.Graph, group: list[_Product], layout: FloatLayout) -> _Packed:
+def _replace(graph: ir.Graph, group: list[_Product], pack: PackWeights) -> PackedWeight:
     """Let one node compute the products, whose weights lie side by side. Returns these."""
-    first, packed = group[0], _pack(graph, [product.weight for product in group], group[0].block, layout)
+    first, packed = group[0], pack(graph, [product.weight for product in group], group[0].block)
     name = f"{first.nodes[0].name}.product"
     operator = "FloatMatMul" if first.weight.bits == 32 else "QuantizedMatMul"
     inputs: list[ir.Value | None] = [first.x, packed.lines]
@@ -322,7 +325,7 @@ def _replace(graph: ir.Graph, group: list[_Product], layout: FloatLayout) -> _Pa
     return packed
 
 
-def _look_up(graph: ir.Graph, lookup: _Product, packed: _Packed) -> None:
+def _look_up(graph: ir.Graph, lookup: _Product, packed: PackedWeight) -> None:
     """Let embeddings be found in the weight of a product; what casts them is not needed then."""
     gather, last = lookup.nodes[0], lookup.nodes[-1]
     if last.outputs[0].dtype in graphs.HALF:
@@ -339,22 +342,11 @@ def _look_up(graph: ir.Graph, lookup: _Product, packed: _Packed) -> None:
     ir.convenience.replace_nodes_and_values(graph, gather, removed, [own], [old], own.outputs)
 
 
-class _Packed(NamedTuple):
-    """Weights in the operators' layout."""
-
-    lines: ir.Value
-    scales: list[ir.Value | None]
-    """Scales, units of scales, minima and units of minima of codes, in this order; empty for numbers."""
-    zeros: ir.Value | None
-    sizes: dict[str, int | list[int]]
-    """Attributes of the operators."""
-
-
-def _pack(graph: ir.Graph, weights: list[_Weight], block: int, layout: FloatLayout) -> _Packed:
+def pack_for_cpu(graph: ir.Graph, weights: Sequence[Weight], block: int) -> PackedWeight:
     """Weights of one kind, side by side. block: inputs that are rounded with one scale."""
     rows, bits = weights[0].shape[0], weights[0].bits
 
-    def joined(role: str, dtype: ir.DataType, sizes: tuple[int, int], read: Callable[[_Weight], Any]) -> ir.Value:
+    def joined(role: str, dtype: ir.DataType, sizes: tuple[int, int], read: Callable[[Weight], Any]) -> ir.Value:
         strips = sum(packed_shape(*weight.shape, bits)[0] for weight in weights)
         name = f"{weights[0].name}.{role}"
         tensor = lazy(dtype, [strips, *sizes], lambda: np.concatenate([read(weight) for weight in weights]), name)
@@ -367,7 +359,7 @@ def _pack(graph: ir.Graph, weights: list[_Weight], block: int, layout: FloatLayo
             return [None, None]
         by_weight = dict(zip(map(id, weights), all_values, strict=True))
 
-        def read(weight: _Weight, kind: Callable[[_BlockValues], Any], blocks: int) -> Any:
+        def read(weight: Weight, kind: Callable[[_BlockValues], Any], blocks: int) -> Any:
             values = by_weight[id(weight)]
             assert values is not None
             return by_strips(np.broadcast_to(kind(values), (blocks, weight.shape[1])))
@@ -386,8 +378,7 @@ def _pack(graph: ir.Graph, weights: list[_Weight], block: int, layout: FloatLayo
     columns = [weight.shape[1] for weight in weights]
     sizes: dict[str, int | list[int]] = {"K": rows, "N": columns}
     if bits == 32:
-        read = functools.partial(_floats, layout=layout)
-        return _Packed(joined("lines", layout.dtype, layout.shape(rows), read), [], None, sizes)
+        return PackedWeight(joined("lines", ir.DataType.FLOAT, (rows, COLUMNS), _floats), [], None, sizes)
     lines = joined("lines", ir.DataType.UINT8, packed_shape(*weights[0].shape, bits)[1:], _codes)
     scales = block_values("strips", [weight.scales for weight in weights])
     scales += block_values("minima", [weight.minima for weight in weights])
@@ -396,15 +387,15 @@ def _pack(graph: ir.Graph, weights: list[_Weight], block: int, layout: FloatLayo
         blocks = -(-rows // block)
         own = functools.partial(_zeros, blocks=blocks)
         zeros = joined(f"zeros.{blocks}", ir.DataType.INT8, (blocks, COLUMNS), own)
-    return _Packed(lines, scales, zeros, sizes | {"bits": bits, "block_size": block, "middle": weights[0].middle})
+    return PackedWeight(lines, scales, zeros, sizes | {"bits": bits, "block_size": block, "middle": weights[0].middle})
 
 
-def _floats(weight: _Weight, layout: FloatLayout) -> npt.NDArray[Any]:
+def _floats(weight: Weight) -> Floats:
     numbers = as_float32(weight.codes)
-    return layout.pack(numbers.T if weight.is_transposed else numbers)
+    return pack_floats(numbers.T if weight.is_transposed else numbers)
 
 
-def _codes(weight: _Weight) -> npt.NDArray[np.uint8]:
+def _codes(weight: Weight) -> npt.NDArray[np.uint8]:
     codes = np.asarray(weight.codes.numpy())
     return pack_codes(codes.T if weight.is_transposed else codes, weight.bits)
 
@@ -421,7 +412,7 @@ def _shortest(all_numbers: list[Floats]) -> tuple[ir.DataType, Callable[[Floats]
     return ir.DataType.FLOAT, lambda numbers: numbers
 
 
-def _zeros(weight: _Weight, blocks: int) -> npt.NDArray[np.int8]:
+def _zeros(weight: Weight, blocks: int) -> npt.NDArray[np.int8]:
     """Zero points less the operator's own."""
     zeros = np.zeros((), np.int16) if weight.zeros is None else np.asarray(weight.zeros.numpy()).astype(np.int16)
     own = ((zeros.T if weight.is_transposed else zeros) - _MIDDLE[weight.codes.dtype]).astype(np.int8)

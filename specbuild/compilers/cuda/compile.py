@@ -23,7 +23,7 @@ from specbuild.compilers.cpu.fusions import fuse_into_products
 from specbuild.compilers.cpu.products import use_own_products
 from specbuild.compilers.cpu.wanted import take_wanted_tokens_first
 from specbuild.compilers.cuda.layers import Tensors, UnsupportedLayerError, read_embedding, read_head, read_layers
-from specbuild.compilers.cuda.tiles import tile_layout
+from specbuild.compilers.cuda.tiles import UnsupportedWeightError, pack_for_gpu
 from specbuild.compilers.graph_io import describe_io
 from specbuild.graph import ops as graphs
 from specrun.engine_dir.config import (
@@ -38,6 +38,7 @@ from specrun.engine_dir.layers import ALIGNMENT, KERNELS, Decoder, StoredTensor
 from specrun.errors import BuildError
 
 _DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+_FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
 _OTHERS = "build with --backend tensorrt, or --backend onnxruntime --device cuda"
 
 
@@ -49,15 +50,18 @@ def compile_layers(
         raise BuildError(
             f"{checkpoint}: tensor cores multiply 16-bit numbers; convert with --dtype bfloat16 or float16"
         )
-    if graph.quantized or graph.kv_cache_dtype:
-        raise BuildError(f"{checkpoint}: --backend cuda has no weights or caches in few bits yet; {_OTHERS}")
+    if graph.kv_cache_dtype:
+        raise BuildError(f"{checkpoint}: --backend cuda has no caches in few bits yet; {_OTHERS}")
     if graph.features or graph.states:
         raise BuildError(f"{checkpoint}: --backend cuda runs dense decoders, without a draft head; {_OTHERS}")
     model = ir.load(checkpoint / GRAPH_NAME)
+    if floats := {value.dtype.name.lower() for value in model.graph.initializers.values() if value.dtype in _FLOATS}:
+        kind = floats.pop().removesuffix("e4m3fn").removesuffix("e2m1")
+        raise BuildError(f"{checkpoint}: --backend cuda has no weights in {kind} yet; {_OTHERS}")
     io = describe_io(model)
     try:
         decoder, tensors = _read(model, graph, build)
-    except (UnsupportedLayerError, ValidationError) as error:
+    except (UnsupportedLayerError, UnsupportedWeightError, ValidationError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise BuildError(f"{checkpoint}: --backend cuda runs dense decoders only: {reason}; {_OTHERS}") from error
     advance(0.1)
@@ -78,27 +82,28 @@ def compile_layers(
 
 def _read(model: ir.Model, graph: GraphInfo, build: BuildConfig) -> tuple[Decoder, Tensors]:
     """The layers of a graph, which is rewritten, and their tensors. Raises UnsupportedLayerError, ValidationError."""
-    layout = tile_layout(_DTYPES[graph.dtype])
+    dtype = _DTYPES[graph.dtype]
     graphs.widen_to_float32(model)
+    graphs.drop_activation_rounding(model)
     take_wanted_tokens_first(model)
-    use_own_products(model, layout)
+    use_own_products(model, pack_for_gpu(dtype))
     RemoveUnusedNodesPass()(model)
     fuse_into_products(model)
     fuse_cached_attention(model, build.cache_length)
     tensors = Tensors()
-    embedding = read_embedding(model.graph, tensors, layout)
+    embedding = read_embedding(model.graph, tensors, dtype)
     layers, stream = read_layers(model.graph, embedding.stream, graph.layers, tensors)
     norm, head, softcap = read_head(model.graph, stream, tensors)
     caches = graph.caches
     decoder = Decoder(
         dtype=graph.dtype,
-        width=embedding.width,
+        width=embedding.table.inputs,
         vocab_size=graph.vocab_size,
         cache_length=build.cache_length,
         num_heads=layers[0].heads.outputs // caches[0].head_dim - 2 * caches[0].heads,
         num_kv_heads=caches[0].heads,
         head_dim=caches[0].head_dim,
-        embedding=embedding.weight,
+        embedding=embedding.table,
         embedding_scale=embedding.scale,
         layers=layers,
         norm=norm,
@@ -120,7 +125,7 @@ def _places(tensors: Tensors) -> dict[str, StoredTensor]:
         end = -(-(end + places[name].nbytes) // ALIGNMENT) * ALIGNMENT
 
     for name, weight in tensors.weights.items():
-        add(name, tuple(weight.shape.numpy()), "uint16")
+        add(name, tuple(weight.shape.numpy()), weight.dtype.numpy().name)
     for name, vector in tensors.vectors.items():
         add(name, vector.shape, "float32")
     return places

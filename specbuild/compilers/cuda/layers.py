@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import onnx_ir as ir
 
 from specbuild.compilers.cpu.attention import OPERATOR as ATTENTION
 from specbuild.compilers.cpu.fusions import GELU_GATED, NORMALIZED, SILU_GATED, prologue_of, residual_of
-from specbuild.compilers.cpu.products import FloatLayout
+from specbuild.compilers.cuda.tiles import pack_table
 from specbuild.graph.scales import constant
-from specbuild.weights.packed import Floats, as_float32, lazy
+from specbuild.weights.packed import Floats, as_float32
 from specrun.engine_dir.contract import INPUT_IDS, LOGITS, past_names
-from specrun.engine_dir.layers import Activation, Attention, Layer, Linear, Norm
+from specrun.engine_dir.layers import Activation, Attention, Bits, Layer, Linear, Norm
 
-_PRODUCT, _LOOKUP = "FloatMatMul", "EmbeddingLookup"
+_PRODUCTS, _LOOKUP = ("FloatMatMul", "QuantizedMatMul"), "EmbeddingLookup"
 _ACTIVATIONS: dict[int, Activation] = {SILU_GATED: "silu", GELU_GATED: "gelu_tanh"}
 
 
@@ -33,12 +33,12 @@ class Tensors:
     """What layers name."""
 
     weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
-    """Weights of linear layers in tiles, computed when they are read."""
+    """Weights of linear layers in tiles, their scales, units and offsets: computed when they are read."""
     vectors: dict[str, Floats] = field(default_factory=dict)
     """Factors of norms, biases, cosines and sines."""
 
     def weight(self, value: ir.Value | None) -> str:
-        """The name of a weight."""
+        """The name of a weight, or of what belongs to one."""
         if value is None or value.const_value is None:
             raise UnsupportedLayerError("a weight that is no constant")
         self.weights[str(value.name)] = value.const_value
@@ -64,10 +64,19 @@ class Tensors:
             raise UnsupportedLayerError(f"{product.name} reads something else than the residual stream")
         return Norm(weight=self.vector(prologue.other), epsilon=prologue.epsilon) if prologue else None
 
-    def linear(self, product: ir.Node, bias: str | None = None) -> Linear:
-        """A product's weight, with all of its outputs."""
-        inputs, outputs = product.attributes["K"].as_int(), sum(product.attributes["N"].as_ints())
-        return Linear(weight=self.weight(product.inputs[1]), inputs=inputs, outputs=outputs, bias=bias)
+    def linear(self, node: ir.Node, bias: str | None = None) -> Linear:
+        """The weight of a product, with all of its outputs, or of a lookup."""
+        values = node.inputs[2:] if node.op_type == _LOOKUP else [*node.inputs[2:3], *node.inputs[6:8]]
+        given = dict(zip(("scales", "units", "offsets"), values, strict=False))
+        bits = cast(Bits, node.attributes["bits"].as_int())
+        return Linear(
+            weight=self.weight(node.inputs[1]),
+            inputs=node.attributes["K"].as_int(),
+            outputs=sum(node.attributes["N"].as_ints()),
+            bits=bits,
+            bias=bias,
+            **{name: self.weight(value) for name, value in given.items() if bits < 16 and value is not None},
+        )
 
     def joined_bias(self, parts: Iterable[_Part], name: str) -> str | None:
         """The name of biases of parts, one behind the other."""
@@ -94,37 +103,36 @@ class Embedding(NamedTuple):
     """Where the residual stream begins."""
 
     stream: ir.Value
-    weight: str
-    width: int
+    table: Linear
     scale: float
 
 
-def read_embedding(graph: ir.Graph, tensors: Tensors, layout: FloatLayout) -> Embedding:
+def read_embedding(graph: ir.Graph, tensors: Tensors, dtype: ir.DataType) -> Embedding:
     """The embedding of a graph: a table of its own, or the head's. Raises UnsupportedLayerError."""
     ids = next(value for value in graph.inputs if value.name == INPUT_IDS)
     lookups = [use.node for use in ids.uses() if use.node.op_type in ("Gather", _LOOKUP)]
     if len(lookups) != 1:
         raise UnsupportedLayerError("token ids are looked up in several tables, or in none")
     lookup, stream = lookups[0], lookups[0].outputs[0]
-    if lookup.op_type == _LOOKUP:
-        width, weight = lookup.attributes["K"].as_int(), tensors.weight(lookup.inputs[1])
-    else:
-        table = constant(lookup.inputs[0])
-        if table is None or len(table.shape) != 2:
-            raise UnsupportedLayerError("an embedding that is no table")
-        rows, width = (int(size) for size in table.shape.numpy())
-        weight = str(lookup.inputs[0].name if lookup.inputs[0] else "")
-        sizes = [-(-rows // 16), *layout.shape(width)]
-        tensors.weights[weight] = lazy(layout.dtype, sizes, lambda: layout.pack(as_float32(table).T))
-    if (cast := _only_reader(stream, "Cast")) is not None:
-        stream = cast.outputs[0]
+    table = tensors.linear(lookup) if lookup.op_type == _LOOKUP else _table(lookup, tensors, dtype)
+    if (widen := _only_reader(stream, "Cast")) is not None:
+        stream = widen.outputs[0]
     scale = 1.0
     if (times := _only_reader(stream, "Mul")) is not None:
         factor = constant(times.inputs[0]) or constant(times.inputs[1])
         if factor is None or factor.size != 1:
             raise UnsupportedLayerError("an embedding with more than a factor")
         scale, stream = float(as_float32(factor).reshape(())), times.outputs[0]
-    return Embedding(stream, weight, width, scale)
+    return Embedding(stream, table, scale)
+
+
+def _table(lookup: ir.Node, tensors: Tensors, dtype: ir.DataType) -> Linear:
+    numbers, value = constant(lookup.inputs[0]), lookup.inputs[0]
+    if numbers is None or value is None or len(numbers.shape) != 2:
+        raise UnsupportedLayerError("an embedding that is no table")
+    tensors.weights[str(value.name)] = pack_table(numbers, dtype)
+    rows, width = (int(size) for size in numbers.shape.numpy())
+    return Linear(weight=str(value.name), inputs=width, outputs=rows)
 
 
 def read_layers(graph: ir.Graph, stream: ir.Value, num_layers: int, tensors: Tensors) -> tuple[list[Layer], ir.Value]:
@@ -147,16 +155,16 @@ def read_layers(graph: ir.Graph, stream: ir.Value, num_layers: int, tensors: Ten
 def read_head(graph: ir.Graph, stream: ir.Value, tensors: Tensors) -> tuple[Norm | None, Linear, float]:
     """The last norm, the head, and the bound of logits, 0 without one. Raises UnsupportedLayerError."""
     value = next(value for value in graph.outputs if value.name == LOGITS)
-    node, softcap = _producer(value, "Cast", "Mul", _PRODUCT), 0.0
+    node, softcap = _producer(value, "Cast", "Mul", *_PRODUCTS), 0.0
     if node.op_type == "Cast":
-        node = _producer(node.inputs[0], "Mul", _PRODUCT)
+        node = _producer(node.inputs[0], "Mul", *_PRODUCTS)
     if node.op_type == "Mul":  # cap * tanh(x / cap)
         times, tanh = constant(node.inputs[1]), _producer(node.inputs[0], "Tanh")
         divided = _producer(tanh.inputs[0], "Div")
         by = constant(divided.inputs[1])
         if times is None or by is None or times.size != 1 or float(as_float32(times)) != float(as_float32(by)):
             raise UnsupportedLayerError("logits that are not those of the head")
-        softcap, node = float(as_float32(times)), _producer(divided.inputs[0], _PRODUCT)
+        softcap, node = float(as_float32(times)), _producer(divided.inputs[0], *_PRODUCTS)
     wanted = _producer(node.inputs[0], "GatherND")
     if wanted.inputs[0] is not stream:
         raise UnsupportedLayerError("between the last layer and the head is more than a norm")
@@ -236,8 +244,8 @@ def _head_part(value: ir.Value | None, tensors: Tensors) -> _Part:
 
 def _part(value: ir.Value | None) -> _Part:
     """Outputs of a product, perhaps with a bias, which may be cut out of a wider one."""
-    node = _producer(value, _PRODUCT, "Add", "Slice", "Split")
-    if node.op_type == _PRODUCT:
+    node = _producer(value, *_PRODUCTS, "Add", "Slice", "Split")
+    if node.op_type in _PRODUCTS:
         sizes = list(node.attributes["N"].as_ints())
         number = next(number for number, output in enumerate(node.outputs) if output is value)
         return _Part(node, sum(sizes[:number]), sizes[number])
@@ -275,7 +283,7 @@ def _cut(node: ir.Node, value: ir.Value | None, size: int) -> tuple[int, int]:
 
 def _gated(stream: ir.Value) -> tuple[_Part, _Part, ir.Node]:
     """The gate, what is gated, and the product behind them, of an MLP that reads the stream."""
-    for product in [use.node for use in stream.uses() if use.node.op_type == _PRODUCT and use.idx == 0]:
+    for product in [use.node for use in stream.uses() if use.node.op_type in _PRODUCTS and use.idx == 0]:
         for output in product.outputs:
             uses = [use.node for use in output.uses()]
             for down in [reader for node in uses for reader in (node, *_readers(node))]:
@@ -287,7 +295,7 @@ def _gated(stream: ir.Value) -> tuple[_Part, _Part, ir.Node]:
 
 def _added(attended: ir.Value, stream: ir.Value, tensors: Tensors) -> tuple[Linear, Norm | None, ir.Value]:
     products = [use.node for use in attended.uses()]
-    if len(products) != 1 or products[0].op_type != _PRODUCT or prologue_of(products[0]) is not None:
+    if len(products) != 1 or products[0].op_type not in _PRODUCTS or prologue_of(products[0]) is not None:
         raise UnsupportedLayerError("attention that is not projected by a linear layer")
     return _added_of(products[0], stream, tensors)
 

@@ -1,45 +1,166 @@
-"""The layout of weights in specrun's own CUDA kernels: see ``multiply_tile`` in decoder.cu.
+"""The layout of weights in specrun's own CUDA kernels: see ``Weight`` in decoder.cu.
 
-A weight [N, K] lies in tiles of 16 x 16. Each of the 32 lanes of a warp reads 16 bytes: of lane 4 g + t, rows g and
-g + 8, columns 2 t and 2 t + 1, then the same rows 8 columns further.
+A weight [N, K] lies in tiles of 16 x 16. Each of the 32 lanes of a warp has 8 numbers of a tile: lane 4 g + t those of
+rows g and g + 8 in columns 2 t and 2 t + 1, then of the same rows 8 columns further. It reads 16 bytes at once: numbers
+of 16 bits of a tile, codes of 8 bits of two tiles, or codes of 4 bits of four.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specbuild.compilers.cpu.products import FloatLayout
-from specrun.engine_dir.layers import TILE
+from specbuild.compilers.cpu.products import PackedWeight, PackWeights, Weight
+from specbuild.graph import ops as graphs
+from specbuild.weights.packed import Floats, as_float32, lazy
+from specrun.engine_dir.layers import GROUP, STEPS, TILE
 
-Floats = npt.NDArray[np.float32]
 _PART = 1024
 """Rows that are laid out at a time, so that no copies of a whole weight are made on the way."""
+_MIDDLE = {ir.DataType.INT4: 0, ir.DataType.UINT4: 8, ir.DataType.INT8: 0, ir.DataType.UINT8: 128}
+"""What is taken from codes, so that they are signed."""
 
 
-def tile_layout(dtype: ir.DataType) -> FloatLayout:
-    """The layout of weights in float16 or bfloat16, as uint16."""
+class UnsupportedWeightError(Exception):
+    """A weight that the kernels have no form for."""
 
-    def pack(weight: Floats) -> npt.NDArray[np.uint16]:
-        return pack_tiles(weight.T, _TO_BITS[dtype])
 
-    return FloatLayout(ir.DataType.UINT16, lambda inputs: (-(-inputs // TILE), TILE * TILE), pack)
+def pack_for_gpu(dtype: ir.DataType) -> PackWeights:
+    """What lays out weights of an engine in float16 or bfloat16. It raises UnsupportedWeightError."""
+
+    def pack(graph: ir.Graph, weights: Sequence[Weight], block: int) -> PackedWeight:
+        first, (inputs, _) = weights[0], weights[0].shape
+        bits, name = (16 if first.bits == 32 else first.bits), weights[0].name
+        if first.block % GROUP:
+            raise UnsupportedWeightError(f"{name}: groups of {first.block}, which are no multiple of {GROUP}")
+        rows = sum(-(-weight.shape[1] // TILE) for weight in weights)
+        steps = -(-inputs // (TILE * STEPS[bits]))
+        sizes: dict[str, int | list[int]] = {"K": inputs, "N": [weight.shape[1] for weight in weights], "bits": bits}
+
+        def joined(role: str, kind: ir.DataType, shape: Sequence[int], read: Callable[[Weight], Any]) -> ir.Value:
+            tensor = lazy(kind, shape, lambda: np.concatenate([read(weight) for weight in weights]), f"{name}.{role}")
+            return graphs.initializer(graph, f"{name}.{role}", tensor)
+
+        if bits == 16:
+            read = functools.partial(_numbers, to_bits=_TO_BITS[dtype])
+            return PackedWeight(joined("tiles", ir.DataType.UINT16, [rows, steps, TILE * TILE], read), [], None, sizes)
+        tiles = joined("tiles", ir.DataType.UINT8, [rows, steps, 2 * TILE * TILE], _codes)
+        groups = [rows, steps, TILE * STEPS[bits] // 2]
+        scales = joined("scales", ir.DataType.UINT16, groups, lambda weight: _by_tiles(_groups(weight).scales, bits))
+        units = joined("units", ir.DataType.FLOAT, [rows * TILE], lambda weight: _padded(_groups(weight).units))
+        offsets = None
+        if _has_offsets(first):
+            offsets = joined(
+                "offsets", ir.DataType.UINT16, groups, lambda weight: _by_tiles(_groups(weight).offsets, bits)
+            )
+        return PackedWeight(tiles, [scales, units, offsets], None, sizes)
+
+    return pack
+
+
+def pack_table(table: ir.TensorProtocol, dtype: ir.DataType) -> ir.LazyTensor:
+    """A table [N, K] of numbers that no product has."""
+    rows, columns = (int(size) for size in table.shape.numpy())
+    shape = [-(-rows // TILE), -(-columns // TILE), TILE * TILE]
+    return lazy(ir.DataType.UINT16, shape, lambda: pack_tiles(as_float32(table), _TO_BITS[dtype]))
 
 
 def pack_tiles(weight: Floats, to_bits: Callable[[Floats], npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint16]:
     """Numbers [N, K] as [N / 16, K / 16, 256], with zeros behind the last row and column."""
+    return _in_parts(weight, lambda part: _lanes(to_bits(np.ascontiguousarray(part)), 1), np.uint16, 16)
+
+
+def _numbers(weight: Weight, to_bits: Callable[[Floats], npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint16]:
+    numbers = as_float32(weight.codes)
+    return pack_tiles(numbers if weight.is_transposed else numbers.T, to_bits)
+
+
+def _codes(weight: Weight) -> npt.NDArray[np.uint8]:
+    """Codes as [N / 16, steps, 512]: bytes, or words of a tile's 8 codes, in which pairs are 16 bits apart."""
+    codes, bits = np.asarray(weight.codes.numpy()), weight.bits
+    middle = _MIDDLE[weight.codes.dtype]
+
+    def pack(part: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+        lanes = _lanes((part.astype(np.int16) - middle).astype(np.int8), STEPS[bits])
+        if bits == 8:
+            return np.asarray(lanes.view(np.uint8))
+        shifts = 4 * np.arange(4, dtype=np.uint32)[:, None] + np.array([0, 16], np.uint32)
+        words = ((lanes + 8).astype(np.uint32) << shifts).sum(axis=(-2, -1), dtype=np.uint32)
+        return np.asarray(words.view(np.uint8))
+
+    return _in_parts(codes if weight.is_transposed else codes.T, pack, np.uint8, bits)
+
+
+def _in_parts(
+    weight: npt.NDArray[Any], pack: Callable[[Any], npt.NDArray[Any]], dtype: npt.DTypeLike, bits: int
+) -> npt.NDArray[Any]:
+    """[N, K] as [N / 16, steps, 512 bytes], some rows at a time."""
     rows, columns = weight.shape
-    tiles = np.empty((-(-rows // TILE), -(-columns // TILE), TILE * TILE), np.uint16)
+    steps = -(-columns // (TILE * STEPS[bits]))
+    packed = np.empty((-(-rows // TILE), steps, 2 * TILE * TILE // np.dtype(dtype).itemsize), dtype)
     for first in range(0, rows, _PART):
-        part = to_bits(np.ascontiguousarray(weight[first : first + _PART]))
-        part = np.pad(part, [(0, -size % TILE) for size in part.shape])
-        # Row tile, half, g; column tile, half, t, number.
-        apart = part.reshape(-1, 2, 8, tiles.shape[1], 2, 4, 2).transpose(0, 3, 2, 5, 4, 1, 6)
-        tiles[first // TILE :][: len(apart)] = apart.reshape(len(apart), -1, TILE * TILE)
-    return tiles
+        part = pack(weight[first : first + _PART])
+        packed[first // TILE :][: len(part)] = part.reshape(len(part), steps, -1)
+    return packed
+
+
+def _lanes(part: npt.NDArray[Any], tiles: int) -> npt.NDArray[Any]:
+    """[N, K] as [N / 16, steps, g, t, tile, register, number]: what each lane reads, ``tiles`` tiles at a time."""
+    part = np.pad(part, [(0, -part.shape[0] % TILE), (0, -part.shape[1] % (TILE * tiles))])
+    # Row tile, half, g; step, tile, half, t, number.
+    apart = part.reshape(len(part) // TILE, 2, 8, -1, tiles, 2, 4, 2).transpose(0, 3, 2, 6, 4, 5, 1, 7)
+    return np.ascontiguousarray(apart.reshape(*apart.shape[:5], 4, 2))
+
+
+class _Groups(NamedTuple):
+    """A weight's numbers are unit * (scale * code + offset), with signed codes."""
+
+    scales: npt.NDArray[np.float16]
+    """[K / 32, N]"""
+    units: Floats
+    """[N], powers of two, so that scales and offsets of a row fit into float16"""
+    offsets: npt.NDArray[np.float16]
+    """[K / 32, N]"""
+
+
+def _has_offsets(weight: Weight) -> bool:
+    return weight.minima is not None or weight.zeros is not None or _MIDDLE[weight.codes.dtype] > 0
+
+
+def _groups(weight: Weight) -> _Groups:
+    assert weight.scales is not None
+    inputs, outputs = weight.shape
+    scales = np.broadcast_to(weight.scales.numbers(), (weight.scale_blocks, outputs))
+    offsets = np.zeros((1, outputs), np.float32)
+    if _has_offsets(weight):
+        zeros = np.zeros((), np.float32) if weight.zeros is None else as_float32(weight.zeros)
+        offsets = (_MIDDLE[weight.codes.dtype] - (zeros.T if weight.is_transposed else zeros)) * scales
+        if weight.minima is not None:
+            offsets = offsets + weight.minima.numbers()
+    count = -(-inputs // GROUP)
+    times = weight.block // GROUP or count
+    repeated = [np.repeat(np.broadcast_to(values, scales.shape), times, axis=0) for values in (scales, offsets)]
+    largest = np.maximum(*(np.abs(values).max(axis=0) for values in (scales, offsets)))
+    units = np.exp2(np.ceil(np.log2(np.where(largest > 0, largest, 1)))).astype(np.float32)
+    own_scales, own_offsets = ((values[:count] / units).astype(np.float16) for values in repeated)
+    return _Groups(own_scales, units, own_offsets)
+
+
+def _by_tiles(values: npt.NDArray[np.float16], bits: int) -> npt.NDArray[np.uint16]:
+    """[K / 32, N] as [N / 16, steps, 16 * groups]: of rows g and g + 8 in turns."""
+    groups = STEPS[bits] // 2
+    padded = np.pad(values.view(np.uint16).T, [(0, -values.shape[1] % TILE), (0, -len(values) % groups)])
+    apart = padded.reshape(len(padded) // TILE, 2, 8, -1, groups).transpose(0, 3, 2, 1, 4)
+    return np.ascontiguousarray(apart.reshape(*apart.shape[:2], -1))
+
+
+def _padded(units: Floats) -> Floats:
+    return np.pad(units, (0, -len(units) % TILE))
 
 
 def _float16_bits(values: Floats) -> npt.NDArray[np.uint16]:

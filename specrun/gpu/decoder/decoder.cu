@@ -1,13 +1,14 @@
 // The layers of a dense decoder: five kernels a layer, each weight read once for all tokens of a pass.
 //
-// A pass is a list of tokens; `rows` and `positions` say where each stands in the cache. The residual stream is float32.
-// What products multiply is in 16 bits, and so are keys and values; sums are float32.
+// A pass is a list of tokens; `rows` and `positions` say where each stands in the cache. The residual stream is float32,
+// and so are sums. What products multiply is in 16 bits, and so are keys and values.
 //
 // The numbers of a token do not depend on the tokens beside it: every sum has one order, which the shape of the model
 // decides. That is why texts with drafts, in batches and behind a prefix cache are those of the target alone, to the
 // bit. A change here keeps that rule.
 //
-// HEAD_DIM and BFLOAT16 (1, or 0: float16) are defined in front of this file.
+// HEAD_DIM and BFLOAT16 (1, or 0: float16) are defined in front of this file. Behind it stands which formats of weights
+// there are kernels for: PRODUCTS(bits, has_offsets) and EMBEDDING(bits, has_offsets), see kernels.py.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -19,15 +20,6 @@ typedef float f32;
 
 // ---------------------------------------------------------------------------------------------------------- numbers
 
-FUNCTION f32 widen(u16 bits) {
-#if BFLOAT16
-  return __uint_as_float((u32)bits << 16);
-#else
-  f32 value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-#endif
-}
 
 FUNCTION u16 narrow(f32 value) {
   u16 bits;
@@ -39,7 +31,27 @@ FUNCTION u16 narrow(f32 value) {
   return bits;
 }
 
+FUNCTION f32 widen_half(u16 bits) {
+  f32 value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+FUNCTION f32 widen(u16 bits) {
+#if BFLOAT16
+  return __uint_as_float((u32)bits << 16);
+#else
+  return widen_half(bits);
+#endif
+}
+
 FUNCTION u32 narrow_pair(f32 low, f32 high) { return (u32)narrow(low) | (u32)narrow(high) << 16; }
+
+#if BFLOAT16
+constexpr u32 ONE_PAIR = 0x3f803f80;
+#else
+constexpr u32 ONE_PAIR = 0x3c003c00;
+#endif
 
 FUNCTION f32 exp2_of(f32 value) {
   f32 result;
@@ -98,10 +110,94 @@ FUNCTION bool is_last(u32* counter, u32 count) {
   return true;
 }
 
+// ---------------------------------------------------------------------------------------------------------- weights
+
+constexpr int TILE = 16;   // Rows and columns of a tile of a weight.
+constexpr int SCALED = 2;  // Tiles whose codes share a scale: 32 columns.
+
+// A weight [N, K] in tiles of 16 rows: numbers in 16 bits, or codes in 8 or 4. A lane reads 16 bytes at a time: its
+// numbers of 1, 2 or 4 tiles, in the order of multiply_tile's a. A number is unit * (scale * code + offset), with units
+// of rows, and with scales and offsets (float16) of 32 columns.
+template <int BITS, bool OFFSETS>
+struct Weight {
+  static constexpr int STEP = 16 / BITS;  // Tiles in a lane's 16 bytes.
+  static constexpr int GROUPS = BITS < 16 ? STEP / SCALED : 1;
+  static constexpr bool HAS_OFFSETS = OFFSETS;
+  const uint4* numbers;
+  const u16* scales;   // [N / 16, steps, 8, 2, GROUPS]: of rows g and g + 8.
+  const f32* units;    // [N]
+  const u16* offsets;  // As scales.
+  int columns;         // K
+
+  // What a lane reads of a row of tiles at once.
+  struct Part {
+    uint4 numbers;
+    u16 scales[2 * GROUPS], offsets[2 * GROUPS];
+  };
+
+  FUNCTION int steps() const { return (columns + STEP * TILE - 1) / (STEP * TILE); }
+
+  FUNCTION Part read(int tile, int step) const {
+    int lane = threadIdx.x % 32;
+    i64 at = (i64)tile * steps() + step;
+    Part part;
+    part.numbers = __ldcs(numbers + at * 32 + lane);
+    if constexpr (BITS < 16) {
+      read_scales(scales + (at * 8 + lane / 4) * 2 * GROUPS, part.scales);
+      if constexpr (OFFSETS) read_scales(offsets + (at * 8 + lane / 4) * 2 * GROUPS, part.offsets);
+    }
+    return part;
+  }
+
+  FUNCTION static void read_scales(const u16* from, u16 (&to)[2 * GROUPS]) {
+    for (int i = 0; i < GROUPS; i++) {
+      u32 two = ((const u32*)from)[i];
+      to[2 * i] = two & 0xffff, to[2 * i + 1] = two >> 16;
+    }
+  }
+
+  // The numbers or codes of one of the tiles.
+  FUNCTION static void decode(const Part& part, int tile, u32 (&a)[4]) {
+    const u32 words[4] = {part.numbers.x, part.numbers.y, part.numbers.z, part.numbers.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if constexpr (BITS == 16) a[i] = words[i];
+      if constexpr (BITS == 8) {
+        u32 word = words[2 * tile + i / 2] >> 16 * (i % 2);
+        a[i] = narrow_pair((f32)(signed char)(word & 0xff), (f32)(signed char)(word >> 8 & 0xff));
+      }
+      if constexpr (BITS == 4) a[i] = decode_pair(words[tile] >> 4 * i & 0x000f000f);
+    }
+  }
+
+  // Two codes of 0 to 15, less 8: as the lowest bits of a number that has a place for them.
+  FUNCTION static u32 decode_pair(u32 codes) {
+    u32 result;
+#if BFLOAT16
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(codes | 0x43004300u), "r"(0x3f803f80u), "r"(0xc308c308u));
+#else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(codes | 0x64006400u), "r"(0x3c003c00u), "r"(0xe408e408u));
+#endif
+    return result;
+  }
+
+  // Number k of row n.
+  FUNCTION f32 at(i64 n, int k) const {
+    int tile = k / TILE % STEP, lane = n % 8 * 4 + k % 8 / 2, half = n % TILE / 8, i = k % TILE / 8 * 2 + half;
+    i64 step = n / TILE * steps() + k / (STEP * TILE), from = step * 32 + lane;
+    if constexpr (BITS == 16) return widen(((const u16*)numbers)[from * 8 + 2 * i + k % 2]);
+    int code = BITS == 8 ? ((const signed char*)numbers)[from * 16 + tile * 8 + 2 * i + k % 2]
+                         : (int)(((const u32*)numbers)[from * 4 + tile] >> (4 * i + k % 2 * 16) & 15) - 8;
+    i64 group = ((step * 8 + n % 8) * 2 + half) * GROUPS + tile / SCALED;
+    return units[n] * (widen_half(scales[group]) * code + (OFFSETS ? widen_half(offsets[group]) : 0));
+  }
+};
+
+#define WEIGHT_PARAMETERS const uint4 *numbers, const u16 *scales, const f32 *units, const u16 *offsets
+
 // --------------------------------------------------------------------------------------------------------- products
 
 constexpr int WARPS = 8;
-constexpr int TILE = 16;  // Rows and columns of a tile of a weight: 16 bytes a lane, in the order of multiply_tile's a.
 constexpr int GROUP = 8;  // Tokens of a tile.
 
 // Tokens whose norm a product computes: x[token, k] * gamma[k] / rms(x[token]).
@@ -134,32 +230,22 @@ FUNCTION f32 squares_of(const f32* x, int length) {
   return sum_of<32>(squares);
 }
 
-// Sums of TILES tiles of 16 rows by GROUPS * 8 tokens. Each warp has every eighth tile of a row; `at` adds those up.
-template <int TILES, int GROUPS>
+// Sums of TILES tiles of 16 rows by GROUPS * 8 tokens. Each warp has every eighth step of a row; `at` adds those up.
+template <class Format, int TILES, int GROUPS>
 struct Sums {
   f32 (*parts)[GROUPS * GROUP][TILES * TILE];
 
   template <class Tokens>
-  FUNCTION void compute(const Tokens& x, const uint4* weight, int length, const int (&tiles)[TILES], int first, int tokens) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, columns = length / TILE;
+  FUNCTION void compute(const Tokens& x, const Format& weight, const int (&tiles)[TILES], int first, int tokens) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, length = weight.columns;
     f32 sums[TILES][GROUPS][4] = {};
-#pragma unroll 2
-    for (int column = warp; column < columns; column += WARPS) {
-      u32 a[TILES][4];
+    for (int step = warp; step < weight.steps(); step += WARPS) {
+      typename Format::Part parts[TILES];
 #pragma unroll
-      for (int i = 0; i < TILES; i++) {
-        uint4 numbers = __ldcs(weight + ((i64)tiles[i] * columns + column) * 32 + lane);
-        a[i][0] = numbers.x, a[i][1] = numbers.y, a[i][2] = numbers.z, a[i][3] = numbers.w;
-      }
+      for (int i = 0; i < TILES; i++) parts[i] = weight.read(tiles[i], step);
 #pragma unroll
-      for (int group = 0; group < GROUPS; group++) {
-        if (first + group * GROUP >= tokens) break;
-        int own = group * GROUP + g, k = column * TILE + 2 * t;
-        bool is_there = first + own < tokens;
-        u32 b0 = is_there ? x.pair(first + own, own, k, length) : 0, b1 = is_there ? x.pair(first + own, own, k + 8, length) : 0;
-#pragma unroll
-        for (int i = 0; i < TILES; i++) multiply_tile(sums[i][group], a[i], b0, b1);
-      }
+      for (int begin = 0; begin < Format::STEP; begin += SCALED)
+        add_group(x, parts, step, begin, first, tokens, length, sums);
     }
 #pragma unroll
     for (int i = 0; i < TILES; i++)
@@ -167,31 +253,72 @@ struct Sums {
       for (int group = 0; group < GROUPS; group++)
 #pragma unroll
         for (int j = 0; j < 4; j++)
-          parts[warp][group * GROUP + 2 * t + j % 2][i * TILE + g + j / 2 * 8] = sums[i][group][j];
+          this->parts[warp][group * GROUP + 2 * t + j % 2][i * TILE + g + j / 2 * 8] = sums[i][group][j];
     __syncthreads();
   }
 
+  // Add the products of the tiles of a step that share a scale, from `begin` on: of codes first, then scaled.
+  template <class Tokens>
+  FUNCTION static void add_group(const Tokens& x, const typename Format::Part (&parts)[TILES], int step, int begin,
+                                 int first, int tokens, int length, f32 (&sums)[TILES][GROUPS][4]) {
+    constexpr bool IS_SCALED = Format::STEP > 1;
+    constexpr int COUNT = IS_SCALED ? SCALED : 1;
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    u32 a[COUNT][TILES][4];
+#pragma unroll
+    for (int tile = 0; tile < COUNT; tile++)
+#pragma unroll
+      for (int i = 0; i < TILES; i++) Format::decode(parts[i], begin + tile, a[tile][i]);
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+      if (first + group * GROUP >= tokens) break;
+      int own = group * GROUP + g;
+      f32 codes[TILES][4] = {}, ones[4] = {};
+#pragma unroll
+      for (int tile = 0; tile < COUNT; tile++) {
+        int k = (step * Format::STEP + begin + tile) * TILE + 2 * t;
+        bool is_there = first + own < tokens && (!IS_SCALED || k < length);
+        u32 b0 = is_there ? x.pair(first + own, own, k, length) : 0;
+        u32 b1 = is_there ? x.pair(first + own, own, k + 8, length) : 0;
+#pragma unroll
+        for (int i = 0; i < TILES; i++) multiply_tile(IS_SCALED ? codes[i] : sums[i][group], a[tile][i], b0, b1);
+        if constexpr (Format::HAS_OFFSETS) multiply_tile(ones, {ONE_PAIR, ONE_PAIR, ONE_PAIR, ONE_PAIR}, b0, b1);
+      }
+      if constexpr (IS_SCALED) {
+#pragma unroll
+        for (int i = 0; i < TILES; i++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            int at = j / 2 * Format::GROUPS + begin / SCALED;
+            sums[i][group][j] += widen_half(parts[i].scales[at]) * codes[i][j];
+            if constexpr (Format::HAS_OFFSETS) sums[i][group][j] += widen_half(parts[i].offsets[at]) * ones[j];
+          }
+      }
+    }
+  }
+
   // Of each of the tiles.
-  FUNCTION void at(int token, int row, f32 (&sums)[TILES]) const {
+  FUNCTION void at(const Format& weight, const int (&tiles)[TILES], int token, int row, f32 (&sums)[TILES]) const {
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
       sums[i] = 0;
       for (int warp = 0; warp < WARPS; warp++) sums[i] += parts[warp][token][i * TILE + row];
+      if constexpr (Format::STEP > 1) sums[i] *= weight.units[tiles[i] * TILE + row];
     }
   }
 };
 
-// A block has 16 rows of the weight (of each of TILES matrices) and GROUPS * 8 tokens. finish(token, row, sums) is called
-// of each token and row, on one thread.
-template <int TILES, int GROUPS, class Tokens, class Finish>
-FUNCTION void multiply(const Tokens& x, const uint4* weight, int length, const int (&tiles)[TILES], int tokens, Finish finish) {
+// A block has 16 rows of the weight (of each of TILES matrices) and GROUPS * 8 tokens. One thread calls
+// finish(token, row, sums) of each token and row.
+template <int TILES, int GROUPS, class Tokens, class Format, class Finish>
+FUNCTION void multiply(const Tokens& x, const Format& weight, const int (&tiles)[TILES], int tokens, Finish finish) {
   __shared__ f32 parts[WARPS][GROUPS * GROUP][TILES * TILE];
-  Sums<TILES, GROUPS> sums{parts};
+  Sums<Format, TILES, GROUPS> sums{parts};
   int first = blockIdx.y * GROUPS * GROUP;
-  sums.compute(x, weight, length, tiles, first, tokens);
+  sums.compute(x, weight, tiles, first, tokens);
   for (int i = threadIdx.x; i < GROUPS * GROUP * TILE && first + i / TILE < tokens; i += WARPS * 32) {
     f32 own[TILES];
-    sums.at(i / TILE, i % TILE, own);
+    sums.at(weight, tiles, i / TILE, i % TILE, own);
     finish((i64)first + i / TILE, tiles[0] * TILE + i % TILE, own);
   }
 }
@@ -229,15 +356,16 @@ struct Rotation {
 // Queries, keys and values of normalized tokens. The last block of a head normalizes and rotates it, and writes queries
 // to `queries` [tokens, heads, HEAD_DIM], keys and values to the caches [rows, kv_heads, cache_length, HEAD_DIM].
 #define HEADS_PARAMETERS                                                                                              \
-  const uint4 *weight, const f32 *bias, const f32 *stream, const f32 *gamma, f32 epsilon, int length, int tokens,     \
+  WEIGHT_PARAMETERS, const f32 *bias, const f32 *stream, const f32 *gamma, f32 epsilon, int length, int tokens,       \
       int heads, int kv_heads, const f32 *query_gamma, const f32 *key_gamma, f32 head_epsilon, const f32 *cos,        \
       const f32 *sin, int rotated, int interleaved, const int *rows, const int *positions, int cache_length,          \
       f32 *projected, u32 *counters, u16 *queries, u16 *keys, u16 *values
-template <int GROUPS>
+template <class Format, int GROUPS>
 FUNCTION void project_heads(HEADS_PARAMETERS) {
   int outputs = (heads + 2 * kv_heads) * HEAD_DIM, tiles[1] = {(int)blockIdx.x};
+  Format weight{numbers, scales, units, offsets, length};
   Normalized x = normalize<GROUPS>(stream, gamma, epsilon, length, tokens);
-  multiply<1, GROUPS>(x, weight, length, tiles, tokens, [&](i64 token, int row, const f32* sums) {
+  multiply<1, GROUPS>(x, weight, tiles, tokens, [&](i64 token, int row, const f32* sums) {
     projected[token * outputs + row] = bias ? sums[0] + bias[row] : sums[0];
   });
   int head = blockIdx.x * TILE / HEAD_DIM;
@@ -261,24 +389,27 @@ FUNCTION void project_heads(HEADS_PARAMETERS) {
 
 // act(gate) * up of normalized tokens, in 16 bits: the weight has the gate's `outputs` rows and then those of up.
 #define GATED_PARAMETERS                                                                                             \
-  const uint4 *weight, const f32 *stream, const f32 *gamma, f32 epsilon, int length, int tokens, int outputs,        \
+  WEIGHT_PARAMETERS, const f32 *stream, const f32 *gamma, f32 epsilon, int length, int tokens, int outputs,          \
       int activation, u16 *gated
-template <int GROUPS>
+template <class Format, int GROUPS>
 FUNCTION void project_gated(GATED_PARAMETERS) {
   int tiles[2] = {(int)blockIdx.x, (int)blockIdx.x + outputs / TILE};
+  Format weight{numbers, scales, units, offsets, length};
   Normalized x = normalize<GROUPS>(stream, gamma, epsilon, length, tokens);
-  multiply<2, GROUPS>(x, weight, length, tiles, tokens, [&](i64 token, int row, const f32* sums) {
+  multiply<2, GROUPS>(x, weight, tiles, tokens, [&](i64 token, int row, const f32* sums) {
     gated[token * outputs + row] = narrow(activate(sums[0], activation) * sums[1]);
   });
 }
 
 // A product that is added to the residual stream; or, where a norm comes first, written to `to`.
-#define ADDED_PARAMETERS \
-  const uint4 *weight, const f32 *bias, const u16 *given, int length, int tokens, int outputs, const f32 *residual, f32 *to
-template <int GROUPS>
+#define ADDED_PARAMETERS                                                                             \
+  WEIGHT_PARAMETERS, const f32 *bias, const u16 *given, int length, int tokens, int outputs,         \
+      const f32 *residual, f32 *to
+template <class Format, int GROUPS>
 FUNCTION void project_added(ADDED_PARAMETERS) {
   int tiles[1] = {(int)blockIdx.x};
-  multiply<1, GROUPS>(Given{given}, weight, length, tiles, tokens, [&](i64 token, int row, const f32* sums) {
+  Format weight{numbers, scales, units, offsets, length};
+  multiply<1, GROUPS>(Given{given}, weight, tiles, tokens, [&](i64 token, int row, const f32* sums) {
     f32 sum = bias ? sums[0] + bias[row] : sums[0];
     i64 at = token * outputs + row;
     to[at] = residual ? residual[at] + sum : sum;
@@ -287,27 +418,36 @@ FUNCTION void project_added(ADDED_PARAMETERS) {
 
 // Logits [tokens, outputs] of normalized tokens, with `cap` > 0 between -cap and cap.
 #define LOGITS_PARAMETERS                                                                                          \
-  const uint4 *weight, const f32 *stream, const f32 *gamma, f32 epsilon, int length, int tokens, int outputs, f32 cap, \
+  WEIGHT_PARAMETERS, const f32 *stream, const f32 *gamma, f32 epsilon, int length, int tokens, int outputs, f32 cap,  \
       f32 *logits
-template <int GROUPS>
+template <class Format, int GROUPS>
 FUNCTION void project_logits(LOGITS_PARAMETERS) {
   int tiles[1] = {(int)blockIdx.x};
+  Format weight{numbers, scales, units, offsets, length};
   Normalized x = normalize<GROUPS>(stream, gamma, epsilon, length, tokens);
-  multiply<1, GROUPS>(x, weight, length, tiles, tokens, [&](i64 token, int row, const f32* sums) {
+  multiply<1, GROUPS>(x, weight, tiles, tokens, [&](i64 token, int row, const f32* sums) {
     if (row < outputs) logits[token * outputs + row] = soften(sums[0], cap);
   });
 }
 
 // A kernel for passes of up to 8 tokens, and one for more, in blocks of 32: their sums have the same order.
-#define PRODUCT(name, parameters, ...)                                     \
-  KERNEL(WARPS * 32) name##_8(parameters) { project_##name<1>(__VA_ARGS__); } \
-  KERNEL(WARPS * 32) name##_32(parameters) { project_##name<4>(__VA_ARGS__); }
-PRODUCT(heads, HEADS_PARAMETERS, weight, bias, stream, gamma, epsilon, length, tokens, heads, kv_heads, query_gamma,
-        key_gamma, head_epsilon, cos, sin, rotated, interleaved, rows, positions, cache_length, projected, counters,
-        queries, keys, values)
-PRODUCT(gated, GATED_PARAMETERS, weight, stream, gamma, epsilon, length, tokens, outputs, activation, gated)
-PRODUCT(added, ADDED_PARAMETERS, weight, bias, given, length, tokens, outputs, residual, to)
-PRODUCT(logits, LOGITS_PARAMETERS, weight, stream, gamma, epsilon, length, tokens, outputs, cap, logits)
+#define PRODUCT(name, bits, has_offsets, parameters, ...)             \
+  KERNEL(WARPS * 32) name##_8_##bits##_##has_offsets(parameters) {    \
+    project_##name<Weight<bits, has_offsets>, 1>(__VA_ARGS__);        \
+  }                                                                   \
+  KERNEL(WARPS * 32) name##_32_##bits##_##has_offsets(parameters) {   \
+    project_##name<Weight<bits, has_offsets>, 4>(__VA_ARGS__);        \
+  }
+#define PRODUCTS(bits, has_offsets)                                                                                  \
+  PRODUCT(heads, bits, has_offsets, HEADS_PARAMETERS, numbers, scales, units, offsets, bias, stream, gamma, epsilon, \
+          length, tokens, heads, kv_heads, query_gamma, key_gamma, head_epsilon, cos, sin, rotated, interleaved,     \
+          rows, positions, cache_length, projected, counters, queries, keys, values)                                 \
+  PRODUCT(gated, bits, has_offsets, GATED_PARAMETERS, numbers, scales, units, offsets, stream, gamma, epsilon,       \
+          length, tokens, outputs, activation, gated)                                                                \
+  PRODUCT(added, bits, has_offsets, ADDED_PARAMETERS, numbers, scales, units, offsets, bias, given, length, tokens,  \
+          outputs, residual, to)                                                                                     \
+  PRODUCT(logits, bits, has_offsets, LOGITS_PARAMETERS, numbers, scales, units, offsets, stream, gamma, epsilon,     \
+          length, tokens, outputs, cap, logits)
 
 // -------------------------------------------------------------------------------------------------------- attention
 
@@ -496,19 +636,27 @@ attention(const u16* queries, const u16* keys, const u16* values, const int* row
 // ----------------------------------------------------------------------------------------------------- small kernels
 
 // The tokens of a pass: block m has token first_token + m % row_tokens of row first_row + m / row_tokens, of ids
-// [.., stride]. The embedding [vocab, width] lies in tiles, as weights do. Ids that are none have zeros.
-KERNEL(128)
-begin(const i64* ids, int stride, const i64* write_indices, int first_row, int first_token, int row_tokens, int first_cache_row,
-      const u16* embedding, int vocab, int width, f32 scale, f32* stream, int* rows, int* positions) {
+// [.., stride]. Their embeddings are rows of the table [vocab, width]. Ids that are none have zeros.
+#define EMBEDDING(bits, has_offsets)                                                                                  \
+  KERNEL(128)                                                                                                         \
+  begin_##bits##_##has_offsets(WEIGHT_PARAMETERS, const i64* ids, int stride, const i64* write_indices, int first_row, \
+                               int first_token, int row_tokens, int first_cache_row, int vocab, int width, f32 scale, \
+                               f32* stream, int* rows, int* positions) {                                              \
+    begin(Weight<bits, has_offsets>{numbers, scales, units, offsets, width}, ids, stride, write_indices, first_row,   \
+          first_token, row_tokens, first_cache_row, vocab, scale, stream, rows, positions);                           \
+  }
+template <class Format>
+FUNCTION void begin(const Format& table, const i64* ids, int stride, const i64* write_indices, int first_row,
+                    int first_token, int row_tokens, int first_cache_row, int vocab, f32 scale, f32* stream, int* rows,
+                    int* positions) {
   int row = first_row + blockIdx.x / row_tokens, token = first_token + blockIdx.x % row_tokens;
   i64 id = ids[(i64)row * stride + token];
-  if (threadIdx.x == 0) rows[blockIdx.x] = first_cache_row + row, positions[blockIdx.x] = (int)write_indices[row] + token;
-  const u16* table = embedding + id / TILE * width * TILE;
-  for (int k = threadIdx.x; k < width; k += blockDim.x) {
-    i64 lane = id % 8 * 4 + k % 8 / 2;
-    i64 at = (k / TILE * 32 + lane) * 8 + k % TILE / 8 * 4 + id % TILE / 8 * 2 + k % 2;
-    stream[(i64)blockIdx.x * width + k] = id >= 0 && id < vocab ? widen(table[at]) * scale : 0;
+  if (threadIdx.x == 0) {
+    rows[blockIdx.x] = first_cache_row + row;
+    positions[blockIdx.x] = (int)write_indices[row] + token;
   }
+  for (int k = threadIdx.x; k < table.columns; k += blockDim.x)
+    stream[(i64)blockIdx.x * table.columns + k] = id >= 0 && id < vocab ? table.at(id, k) * scale : 0;
 }
 
 // stream += norm(x): what Gemma adds to the residual stream is normalized.
@@ -525,8 +673,8 @@ add_normalized(const f32* x, const f32* gamma, f32 epsilon, int width, f32* stre
     stream[(i64)blockIdx.x * width + k] += own[k] * scale * gamma[k];
 }
 
-// Keep the stream of tokens whose logits are wanted: block m has number m % wanted of row m / wanted, and copies it where
-// it is one of this pass.
+// Keep the stream of tokens whose logits are wanted: block m has number m % wanted of row m / wanted, and copies it
+// where it is one of this pass.
 KERNEL(128)
 keep_wanted(const f32* stream, const i64* logits_indices, int wanted, int first_row, int pass_rows, int first_token,
             int row_tokens, int width, f32* kept) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import resources
 
@@ -20,19 +21,30 @@ _FEW_TOKENS = 8
 _NONE = DeviceArray(0, (0,), np.dtype(np.float32))
 
 _PRODUCTS = ("heads", "gated", "added", "logits")
-THREADS = {
-    **{f"{product}_{tokens}": 256 for product in _PRODUCTS for tokens in (_FEW_TOKENS, _BLOCK_TOKENS)},
-    "attention": 128,
-    **dict.fromkeys(("begin", "add_normalized", "keep_wanted"), 128),
-}
-"""Threads per block."""
 
 
-def source(dtype: str, head_dim: int) -> str:
-    """The text of ``decoder.cu``, behind what is constant in an engine."""
+def threads(products: Collection[str], tables: Collection[str]) -> dict[str, int]:
+    """Threads per block of each kernel. products, tables: formats of the weights of linear layers, and of tables."""
+    kinds = [f"{product}_{tokens}" for product in _PRODUCTS for tokens in (_FEW_TOKENS, _BLOCK_TOKENS)]
+    return {
+        **{f"{kind}_{form}": 256 for kind in kinds for form in products},
+        **{f"begin_{form}": 128 for form in tables},
+        **dict.fromkeys(("attention", "add_normalized", "keep_wanted"), 128),
+    }
+
+
+def source(dtype: str, head_dim: int, products: Collection[str], tables: Collection[str]) -> str:
+    """The text of ``decoder.cu``, between what is constant in an engine and the formats of its weights."""
     text = (resources.files(__package__) / "decoder.cu").read_text(encoding="utf-8")
     constants = f"#define HEAD_DIM {head_dim}\n#define BFLOAT16 {int(dtype == 'bfloat16')}\n"
-    return f'{constants}#line 1 "decoder.cu"\n{text}'
+    kinds = [f"PRODUCTS({form.replace('_', ', ')})" for form in products]
+    kinds += [f"EMBEDDING({form.replace('_', ', ')})" for form in tables]
+    return "\n".join([f'{constants}#line 1 "decoder.cu"', text, *kinds, ""])
+
+
+def format_of(linear: Linear) -> str:
+    """The format of a weight in names of kernels: bits, and whether codes have offsets."""
+    return f"{linear.bits}_{int(linear.offsets is not None)}"
 
 
 @dataclass(frozen=True)
@@ -85,18 +97,23 @@ class DecoderKernels:
         self.weights = weights
         self.buffers: Buffers
         """There before the first launch."""
+        linears = [decoder.head]
+        for layer in decoder.layers:
+            linears += [layer.heads, layer.output, layer.gate_up, layer.down]
+        forms = sorted(set(map(format_of, linears))), [format_of(decoder.embedding)]
         self._prefix = f"{decoder.dtype}, heads of {decoder.head_dim}: "  # Two engines of a device may differ.
-        device.add_kernels(source(decoder.dtype, decoder.head_dim), THREADS, prefix=self._prefix)
+        device.add_kernels(source(decoder.dtype, decoder.head_dim, *forms), threads(*forms), prefix=self._prefix)
 
     def begin(self, tokens: Tokens, feed: Feed, first_cache_row: int) -> None:
         """Look up the embeddings of ``tokens``, and where they stand."""
         decoder, buffers = self._decoder, self.buffers
         self._launch(
-            "begin",
+            f"begin_{format_of(decoder.embedding)}",
             (tokens.count, 1, 1),
+            *self._weight(decoder.embedding),
             *(feed.input_ids, feed.input_ids.shape[1], feed.write_indices),
             *(tokens.first_row, tokens.first_token, tokens.row_tokens, first_cache_row),
-            *(self.weights[decoder.embedding], decoder.vocab_size, decoder.width, _bits(decoder.embedding_scale)),
+            *(decoder.vocab_size, decoder.width, _bits(decoder.embedding_scale)),
             *(buffers.stream, buffers.rows, buffers.positions),
         )
 
@@ -171,10 +188,14 @@ class DecoderKernels:
     def _product(self, name: str, linear: Linear, outputs: int, count: int, *arguments: DeviceArray | int) -> None:
         block = _FEW_TOKENS if count <= _FEW_TOKENS else _BLOCK_TOKENS
         grid = (-(-outputs // TILE), -(-count // block), 1)
-        self._launch(f"{name}_{block}", grid, self.weights[linear.weight], *arguments)
+        self._launch(f"{name}_{block}_{format_of(linear)}", grid, *self._weight(linear), *arguments)
 
     def _launch(self, name: str, grid: Grid, *arguments: DeviceArray | int) -> None:
         self._device.launch(self._prefix + name, grid, *arguments)
+
+    def _weight(self, linear: Linear) -> tuple[DeviceArray, ...]:
+        names = (linear.weight, linear.scales, linear.units, linear.offsets)
+        return tuple(self._tensor(name) for name in names)
 
     def _tensor(self, name: str | None) -> DeviceArray:
         return self.weights[name] if name else _NONE

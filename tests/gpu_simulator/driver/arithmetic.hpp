@@ -18,6 +18,7 @@ namespace gpu {
 using u16 = uint16_t;
 using u32 = uint32_t;
 using u64 = uint64_t;
+using s8 = int8_t;
 using s16 = int16_t;
 using s32 = int32_t;
 using s64 = int64_t;

@@ -14,11 +14,23 @@ struct Fragment {
 
 struct Half {
   static f32 widen(u16 bits) { return static_cast<f32>(std::bit_cast<f16>(bits)); }
+  static u16 round(f32 value) { return std::bit_cast<u16>(static_cast<f16>(value)); }
 };
 
 struct Bfloat {
   static f32 widen(u16 bits) { return widen_bf16(bits); }
+  static u16 round(f32 value) { return round_to_bf16(value); }
 };
+
+// a b + c of two pairs of numbers. Products of 11 bits are exact in double.
+template <typename Number>
+u32 fma_pairs(u32 a, u32 b, u32 c) {
+  auto one = [](u16 x, u16 y, u16 z) {
+    f64 sum = static_cast<f64>(Number::widen(x)) * Number::widen(y) + Number::widen(z);
+    return static_cast<u32>(Number::round(static_cast<f32>(sum)));
+  };
+  return one(a & 0xffff, b & 0xffff, c & 0xffff) | one(a >> 16, b >> 16, c >> 16) << 16;
+}
 
 // Sums in float, one product after the other; a GPU's order is not known.
 template <typename Number>
