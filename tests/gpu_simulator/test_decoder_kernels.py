@@ -196,7 +196,7 @@ def test_a_real_model(shared: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "value", "says"),
     [
-        (("width",), 32, "expected uint16"),
+        (("width",), 32, "expected 32 -> 320"),
         (("layers", 0, "heads", "outputs"), 1 << 20, "expected"),
         (("tensors", "model.model.norm.weight", "shape"), [1], "expected float32"),
         (("num_kv_heads",), 3, "heads of"),

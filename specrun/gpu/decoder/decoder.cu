@@ -1,7 +1,7 @@
 // The layers of a dense decoder: five kernels a layer, each weight read once for all tokens of a pass.
 //
-// A pass is a list of tokens; `rows` and `positions` say where each stands in the cache. The residual stream is float32,
-// and so are sums. What products multiply is in 16 bits, and so are keys and values.
+// A pass is a list of tokens; `rows` and `positions` say where each stands in the cache. The residual stream is
+// float32, as sums are. What products multiply is in 16 bits, and so are keys and values.
 //
 // The numbers of a token do not depend on the tokens beside it: every sum has one order, which the shape of the model
 // decides. That is why texts with drafts, in batches and behind a prefix cache are those of the target alone, to the
@@ -223,10 +223,11 @@ struct Given {
 
 FUNCTION f32 reciprocal_rms(f32 squares, int count, f32 epsilon) { return 1 / sqrtf(squares / count + epsilon); }
 
-// The squares of x [length] by a warp.
-FUNCTION f32 squares_of(const f32* x, int length) {
+// The sum of the squares of number(0 .. length), by a warp.
+template <class Number>
+FUNCTION f32 squares_of(Number number, int length) {
   f32 squares = 0;
-  for (int k = threadIdx.x % 32; k < length; k += 32) squares += x[k] * x[k];
+  for (int k = threadIdx.x % 32; k < length; k += 32) squares += number(k) * number(k);
   return sum_of<32>(squares);
 }
 
@@ -239,6 +240,7 @@ struct Sums {
   FUNCTION void compute(const Tokens& x, const Format& weight, const int (&tiles)[TILES], int first, int tokens) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, length = weight.columns;
     f32 sums[TILES][GROUPS][4] = {};
+#pragma unroll 4  // So many loads are under way.
     for (int step = warp; step < weight.steps(); step += WARPS) {
       typename Format::Part parts[TILES];
 #pragma unroll
@@ -328,7 +330,8 @@ FUNCTION Normalized normalize(const f32* x, const f32* gamma, f32 epsilon, int l
   __shared__ f32 scales[GROUPS * GROUP];
   int first = blockIdx.y * GROUPS * GROUP;
   for (int own = threadIdx.x / 32; gamma && own < GROUPS * GROUP && first + own < tokens; own += WARPS) {
-    f32 squares = squares_of(x + (i64)(first + own) * length, length);
+    const f32* token = x + (i64)(first + own) * length;
+    f32 squares = squares_of([&](int k) { return token[k]; }, length);
     if (threadIdx.x % 32 == 0) scales[own] = reciprocal_rms(squares, length, epsilon);
   }
   __syncthreads();
@@ -376,9 +379,10 @@ FUNCTION void project_heads(HEADS_PARAMETERS) {
   int first = blockIdx.y * GROUPS * GROUP;
   for (int own = threadIdx.x / 32; own < GROUPS * GROUP && first + own < tokens; own += WARPS) {
     i64 token = first + own;
-    const f32* numbers = projected + token * outputs + head * HEAD_DIM;
-    f32 scale = head_gamma ? reciprocal_rms(squares_of(numbers, HEAD_DIM), HEAD_DIM, head_epsilon) : 1;
-    auto number = [&](int i) { return head_gamma ? numbers[i] * scale * head_gamma[i] : numbers[i]; };
+    const f32* written = projected + token * outputs + head * HEAD_DIM;
+    auto plain = [&](int i) { return __ldcg(written + i); };  // By other blocks too: not from this one's own cache.
+    f32 scale = head_gamma ? reciprocal_rms(squares_of(plain, HEAD_DIM), HEAD_DIM, head_epsilon) : 1;
+    auto number = [&](int i) { return head_gamma ? plain(i) * scale * head_gamma[i] : plain(i); };
     int cache_head = is_key ? head - heads : head - heads - kv_heads, position = positions[token];
     u16* to = is_query ? queries + (token * heads + head) * HEAD_DIM
                        : (is_key ? keys : values) +
@@ -475,18 +479,32 @@ struct Attended {
     }
   }
 
-  // Positions behind these. Where a row sees none of them, nothing changes.
-  FUNCTION void add(const f32* other) {
+  // Of what another block has saved it reads nothing from this multiprocessor's own cache.
+  FUNCTION static Attended load(const f32* from, bool is_of_another_block) {
     int lane = threadIdx.x % 32;
+    Attended result;
+    auto at = [&](int i) { return is_of_another_block ? __ldcg(from + i * 32 + lane) : from[i * 32 + lane]; };
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) result.sums[tile][j] = at(tile * 4 + j);
     for (int row = 0; row < 2; row++) {
-      f32 other_top = other[(TILES * 4 + row) * 32 + lane], largest = fmaxf(top[row], other_top);
-      f32 base = largest == NOTHING ? 0 : largest, own = exp2_of(top[row] - base), others = exp2_of(other_top - base);
-      total[row] = total[row] * own + other[(TILES * 4 + 2 + row) * 32 + lane] * others;
+      result.top[row] = at(TILES * 4 + row);
+      result.total[row] = at(TILES * 4 + 2 + row);
+    }
+    return result;
+  }
+
+  // Positions behind these. Where a row sees none of them, nothing changes.
+  FUNCTION void add(const Attended& other) {
+    for (int row = 0; row < 2; row++) {
+      f32 largest = fmaxf(top[row], other.top[row]), base = largest == NOTHING ? 0 : largest;
+      f32 own = exp2_of(top[row] - base), others = exp2_of(other.top[row] - base);
+      total[row] = total[row] * own + other.total[row] * others;
 #pragma unroll
       for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-        for (int j = 2 * row; j < 2 * row + 2; j++)
-          sums[tile][j] = sums[tile][j] * own + other[(tile * 4 + j) * 32 + lane] * others;
+        for (int j = 2 * row; j < 2 * row + 2; j++) sums[tile][j] = sums[tile][j] * own + other.sums[tile][j] * others;
       top[row] = largest;
     }
   }
@@ -572,7 +590,7 @@ KERNEL(ATTENDING_WARPS * 32)
 attention(const u16* queries, const u16* keys, const u16* values, const int* rows, const int* positions, int row_tokens,
           int heads, int kv_heads, int cache_length, int window, f32 scale, f32 cap, f32* partial, u32* counters,
           u16* attended) {
-  __shared__ f32 exchanged[Attended::SIZE * 32];
+  __shared__ f32 exchanged[Attended::SIZE * 32], before[Attended::SIZE * 32];  // Of a warp; of the chunks before.
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int shared_by = heads / kv_heads, tiles = (row_tokens * shared_by + QUERIES - 1) / QUERIES;
   int kv_head = blockIdx.x / tiles, first = blockIdx.x % tiles * QUERIES;
@@ -596,30 +614,32 @@ attention(const u16* queries, const u16* keys, const u16* values, const int* row
   int first_chunk = window ? max(0, positions[first_token] - window + 1) / CHUNK : 0;
   bool is_split = gridDim.z > 1;
   f32* chunks = partial + (i64)(blockIdx.y * gridDim.x + blockIdx.x) * gridDim.z * Attended::SIZE * 32;
-  Attended all;
+  if (warp == 0) Attended{}.save(before);
   for (int chunk = is_split ? blockIdx.z : first_chunk; chunk <= last_chunk; chunk++) {
     if (chunk >= first_chunk) {
       Attended part = own.over(chunk * CHUNK + warp * SPAN);
       for (int next = 1; next < ATTENDING_WARPS; next++) {  // In the order of positions.
         if (warp == next) part.save(exchanged);
         __syncthreads();
-        if (warp == 0) part.add(exchanged);
+        if (warp == 0) part.add(Attended::load(exchanged, false));
         __syncthreads();
       }
       if (warp == 0 && is_split) part.save(chunks + (i64)chunk * Attended::SIZE * 32);
       if (warp == 0 && !is_split) {
-        part.save(exchanged);
-        __syncwarp();
-        all.add(exchanged);
+        Attended all = Attended::load(before, false);
+        all.add(part);
+        all.save(before);
       }
-      __syncthreads();
     }
     if (is_split) break;
   }
+  Attended all;
   if (is_split) {
     if (!is_last(counters + blockIdx.y * gridDim.x + blockIdx.x, gridDim.z)) return;
     for (int chunk = first_chunk; warp == 0 && chunk <= last_chunk; chunk++)
-      all.add(chunks + (i64)chunk * Attended::SIZE * 32);
+      all.add(Attended::load(chunks + (i64)chunk * Attended::SIZE * 32, true));
+  } else if (warp == 0) {
+    all = Attended::load(before, false);
   }
   for (int row = 0; warp == 0 && row < 2; row++) {
     if (own.position[row] < 0) continue;
@@ -665,7 +685,7 @@ add_normalized(const f32* x, const f32* gamma, f32 epsilon, int width, f32* stre
   __shared__ f32 scale;
   const f32* own = x + (i64)blockIdx.x * width;
   if (threadIdx.x < 32) {
-    f32 squares = squares_of(own, width);
+    f32 squares = squares_of([&](int k) { return own[k]; }, width);
     if (threadIdx.x == 0) scale = reciprocal_rms(squares, width, epsilon);
   }
   __syncthreads();
