@@ -16,6 +16,7 @@ import torch
 from specbuild.compilers.cpu import formats as cpu_formats
 from specbuild.compilers.tensorrt.formats import move_zero_points, round_token_inputs
 from specbuild.graph import ops as graphs
+from specbuild.graph.tidy import write_out_gemms
 from specbuild.quantization.insert_qdq import quantize_embedding, quantize_matmul, weighted_matmuls
 from specbuild.quantization.recipe import QFormat, Recipe, Storage
 from specbuild.quantization.rounding import CodeForm, Rounded, global_scale, round_weight
@@ -183,7 +184,7 @@ def test_int4_serves_the_channels_whose_inputs_are_large() -> None:
 
 
 def graph_of(weight: npt.NDArray[Any], gemm: bool) -> ir.Model:
-    """x [2, 3, K] @ weight [N, K]^T + 1, as torch's exporter writes Linear: Transpose and MatMul, or Gemm."""
+    """x [2, 3, K] @ weight [N, K]^T + 1, as torch's exporter writes Linear: Transpose and MatMul, or as Gemm."""
     dtype = ir.DataType.BFLOAT16 if weight.dtype == ml_dtypes.bfloat16 else ir.DataType.FLOAT
     x = ir.Value(name="x", type=ir.TensorType(dtype), shape=ir.Shape([6, INPUTS] if gemm else [2, 3, INPUTS]))
     factor = ir.Value(name="w", type=ir.TensorType(dtype), shape=ir.Shape(weight.shape), const_value=ir.Tensor(weight))
@@ -199,7 +200,9 @@ def graph_of(weight: npt.NDArray[Any], gemm: bool) -> ir.Model:
         node.outputs[0].name, node.outputs[0].type = f"n{number}", ir.TensorType(dtype)
     nodes[-1].outputs[0].name = "y"
     graph = ir.Graph([x], [nodes[-1].outputs[0]], nodes=nodes, initializers=[factor, bias], opset_imports={"": 24})
-    return ir.Model(graph, ir_version=10)
+    model = ir.Model(graph, ir_version=10)
+    write_out_gemms(model)
+    return model
 
 
 def run(model: ir.Model, x: npt.NDArray[Any], optimized: bool = False) -> tuple[npt.NDArray[Any], Counter[str]]:
