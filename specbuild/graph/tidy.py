@@ -58,7 +58,6 @@ def tidy(model: ir.Model) -> ir.Model:
     """Fold what is small and constant, drop duplicates and leftovers, name the dimensions. In place."""
     share_tied_weights(model)
     _clear_metadata(model)
-    write_out_gemms(model)
     fold_transposes(model)
     InlinePass()(model)
     for _ in range(2):  # As ``onnxscript.optimizer.optimize`` does it, with fewer rules.

@@ -41,7 +41,7 @@ inline const Output& output_of(const Product& product, int64_t panel) {
 // Compute the activations of a row, where there is a prologue.
 inline const float* row_of(const Product& product, int64_t row) {
     if (product.activations.prologue != Prologue::kNone) {
-        make_row(product.activations, product.places[row], product.prepared + row * product.weight.inputs);
+        make_row(product.activations, product.places[row] / product.repeats, product.prepared + row * product.weight.inputs);
     }
     return product.x(row);
 }
@@ -339,13 +339,14 @@ void multiply_part(void* item, size_t number) {
     }
 }
 
-// Divide ``rows`` rows into those that are computed and those that are NaN, as unused tokens are
+// Divide ``rows`` rows from number ``first`` on into those that are computed and those that are NaN, as unused tokens are
 // (specbuild/compilers/cpu/unused.py). Of the outputs of the latter, which are all NaN, the first one is written. Returns
 // how many rows are computed; the others stand last in ``places``.
-int64_t find_rows(const Product& product, int64_t rows, int64_t* places) {
+int64_t find_rows(const Product& product, int64_t first, int64_t rows, int64_t* places) {
     int64_t used = 0, left = rows;
-    for (int64_t row = 0; row < rows; ++row) {
-        const bool is_nan = std::isnan(product.activations.x[row * product.weight.inputs]);
+    for (int64_t number = first; number < first + rows; ++number) {
+        const int64_t row = product.chosen ? product.chosen[number] : number;
+        const bool is_nan = std::isnan(product.activations.x[row / product.repeats * product.weight.inputs]);
         places[is_nan ? --left : used++] = row;
     }
     return used;
@@ -359,9 +360,8 @@ constexpr int64_t kFewestRows = 64, kRowBytes = 1 << 18;
 
 bool multiply(Product product, const Threads& threads) {
     const Weight& weight = product.weight;
-    Activations& activations = product.activations;
     Rounded& rounded = product.rounded;
-    const bool has_prologue = activations.prologue != Prologue::kNone, has_codes = weight.bits != 32;
+    const bool has_prologue = product.activations.prologue != Prologue::kNone, has_codes = weight.bits != 32;
     const int64_t all_rows = product.rows, inputs = weight.inputs, blocks = has_codes ? weight.blocks() : 0;
     rounded.stride = has_codes ? (inputs + 63) / 64 * 64 + 64 : 0;
     // So many rows at a time stay in the L2 cache, together with the weights that they are multiplied by.
@@ -387,7 +387,7 @@ bool multiply(Product product, const Threads& threads) {
     rounded.codes = reinterpret_cast<int8_t*>(rounded.sums + scales);
     for (int64_t done = 0; done < all_rows; done += rows) {
         const int64_t now = std::min(rows, all_rows - done);
-        product.rows = find_rows(product, now, own_places);
+        product.rows = find_rows(product, done, now, own_places);
         product.places = own_places, product.nans = own_places + product.rows, product.num_nans = now - product.rows;
         const bool is_little = product.rows * inputs < kFewInputs;
         if ((has_prologue || has_codes) && !run(threads, is_little, prepare_row, product.rows, &product)) return false;
@@ -395,13 +395,6 @@ bool multiply(Product product, const Threads& threads) {
         const int64_t parts = (weight.panels + work.panels - 1) / work.panels;
         const bool alone = product.rows * inputs * weight.panels * kColumns < kFewProducts;
         if (!run(threads, alone, multiply_part, parts, &work)) return false;
-        activations.x += now * inputs;
-        if (activations.prologue != Prologue::kNormalized && activations.other) activations.other += now * inputs;
-        for (int i = 0; i < product.num_outputs; ++i) {
-            Output& output = product.outputs[i];
-            output.y += now * output.columns;
-            if (output.residual) output.residual += now * output.columns;
-        }
     }
     return true;
 }

@@ -16,12 +16,12 @@ from specbuild.compilers import Compiled
 from specbuild.compilers.cpu import formats
 from specbuild.compilers.cpu.attention import fuse_cached_attention, pack_attention
 from specbuild.compilers.cpu.collectives import use_collectives
+from specbuild.compilers.cpu.experts import use_chosen_experts
 from specbuild.compilers.cpu.recurrent import use_recurrent_operators
 from specbuild.compilers.cpu.unused import mark_unused_tokens
 from specbuild.compilers.graph_io import describe_io
 from specbuild.graph import ops as graphs
 from specbuild.graph.attention_layers import join_attention
-from specbuild.graph.moe_branches import skip_unused_experts
 from specbuild.graph.pad_single_query import pad_single_queries
 from specrun import cpu_operators
 from specrun.backends.ort import session_options
@@ -53,9 +53,9 @@ def compute_in_float32(work: Compilation) -> None:
         work.graph = work.graph.model_copy(update={"dtype": "float32"})
 
 
-def branch_to_experts(work: Compilation) -> None:
-    """Experts that no token of a pass uses are not read. In float32, whose operators know the branches' types."""
-    if mixtures := skip_unused_experts(work.model):
+def choose_experts(work: Compilation) -> None:
+    """Experts that no token of a pass has chosen are not read. Before products, which takes their weights."""
+    if mixtures := use_chosen_experts(work.model):
         work.notes.append(f"{mixtures} layers read only the experts that a pass uses")
 
 
@@ -116,7 +116,7 @@ def pad_queries(work: Compilation) -> None:
 
 PASSES: tuple[Callable[[Compilation], None], ...] = (
     compute_in_float32,
-    branch_to_experts,
+    choose_experts,
     use_own_recurrent_layers,
     use_own_collectives,
     use_own_products,
