@@ -13,8 +13,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#elif defined(__aarch64__)
-#include <arm_neon.h>
 #endif
 
 namespace specrun {
@@ -50,102 +48,32 @@ inline size_t bytes_of(int64_t floats) { return static_cast<size_t>(floats) * si
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-// Plain C++: the definition of what the others compute.
-namespace plain {
+// Plain C++: the definition of what the others compute. ``unfused`` is for processors without fused multiply-adds, on
+// which the C library would take a hundred times as long; its bits are its own.
 #define TARGET
 #define OPERATION inline
-constexpr int kLanes = 16, kTileRows = 2, kPanelsOfFewRows = 1, kPanelsOfManyRows = 1;
-constexpr int kFewRowsOfFloats = 2, kTileRowsOfFloats = 4, kPanelsOfFloats = 2;
-template <int kBits>
-constexpr bool kUnsigned = true;
-struct Int {
-    int32_t lanes[16];
-};
-struct Codes {
-    uint8_t bytes[64];
-};
-struct Float {
-    float lanes[16];
-};
-#define EACH(expression)                                  \
-    Result result;                                        \
-    for (int i = 0; i < 16; ++i) result.lanes[i] = (expression); \
-    return result
-inline Float zero() { return {}; }
-inline Int spread(int32_t value) {
-    using Result = Int;
-    EACH(value);
-}
-inline Float spread(float value) {
-    using Result = Float;
-    EACH(value);
-}
-inline Int spread(const int8_t* four) {
-    int32_t value;
-    std::memcpy(&value, four, sizeof value);
-    return spread(value);
-}
-inline Int load(const uint8_t* codes) {
-    Int result;
-    std::memcpy(&result, codes, sizeof result);
-    return result;
-}
-inline Float load(const float* values) {
-    Float result;
-    std::memcpy(&result, values, sizeof result);
-    return result;
-}
-inline Float load_bfloat16(const uint16_t* upper) {
-    using Result = Float;
-    EACH(from_bfloat16(upper[i]));
-}
-inline Float load_float16(const uint16_t* halves) {
-    using Result = Float;
-    EACH(from_float16(halves[i]));
-}
-inline Float load_int8(const int8_t* numbers) {
-    using Result = Float;
-    EACH(static_cast<float>(numbers[i]));
-}
-inline void store(float* place, const Float& values) { std::memcpy(place, &values, sizeof values); }
-inline Int low_nibbles(const Int& packed) {
-    using Result = Int;
-    EACH(packed.lanes[i] & 0x0f0f0f0f);
-}
-inline Int high_nibbles(const Int& packed) {
-    using Result = Int;
-    EACH((packed.lanes[i] >> 4) & 0x0f0f0f0f);
-}
-template <int kBits>
-inline Int add_products(const Int& sums, const Int& codes, const Int& inputs) {
-    Int result = sums;
-    for (int i = 0; i < 16; ++i) {
-        uint8_t ours[4];
-        int8_t theirs[4];
-        std::memcpy(ours, &codes.lanes[i], 4);
-        std::memcpy(theirs, &inputs.lanes[i], 4);
-        for (int j = 0; j < 4; ++j) result.lanes[i] += ours[j] * theirs[j];
-    }
-    return result;
-}
-inline Float to_float(const Int& values) {
-    using Result = Float;
-    EACH(static_cast<float>(values.lanes[i]));
-}
-inline Float times(const Float& a, const Float& b) {
-    using Result = Float;
-    EACH(a.lanes[i] * b.lanes[i]);
-}
-inline Float multiply_add(const Float& a, const Float& b, const Float& c) {
-    using Result = Float;
-    EACH(std::fma(a.lanes[i], b.lanes[i], c.lanes[i]));
-}
-#undef EACH
+#define MULTIPLY_ADD(a, b, c) std::fma(a, b, c)
+namespace plain {
+#include "matmul_plain.h"
 #include "matmul_tile.h"
+bool is_supported() {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("fma");
+#else
+    return true;
+#endif
+}
+}  // namespace plain
+#undef MULTIPLY_ADD
+#define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
+namespace unfused {
+#include "matmul_plain.h"
+#include "matmul_tile.h"
+bool is_supported() { return true; }
+}  // namespace unfused
+#undef MULTIPLY_ADD
 #undef TARGET
 #undef OPERATION
-bool is_supported() { return true; }
-}  // namespace plain
 
 #if defined(__x86_64__)
 
@@ -302,6 +230,7 @@ const InstructionSet kInstructionSets[] = {
     INSTRUCTION_SET(avx2, Vectors::kAvx2),
 #endif
     INSTRUCTION_SET(plain, Vectors::kPlain),
+    INSTRUCTION_SET(unfused, Vectors::kPlain),
 };
 
 const InstructionSet* choose(const char* name) {
