@@ -40,15 +40,6 @@ def is_available(version: int = VERSION) -> bool:
     return version <= VERSION and library() is not None
 
 
-def are_fast() -> bool:
-    """Whether they are available, and know vector instructions of this processor: those of x86-64 since AVX2."""
-    if (path := library()) is None:
-        return False
-    choose = ctypes.CDLL(str(path)).specrun_choose_instruction_set
-    choose.argtypes, choose.restype = [ctypes.c_char_p], ctypes.c_char_p
-    return bool(choose(None) != b"plain")
-
-
 Exchange = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 """Gives bytes of this rank to all ranks: the collective's number, where they are, where all ranks' go, how many."""
 

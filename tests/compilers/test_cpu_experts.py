@@ -49,7 +49,7 @@ def test_the_logits_are_those_of_transformers(family: str, dtype: torch.dtype, t
     assert of_experts(engine) == ["FloatMatMul"] * 2 * 2
     config = open_engine(engine)
     assert any("2 layers read only" in note for note in config.provenance.notes)
-    assert config.bit_exact and config.bit_exact.shapes_agree
+    assert config.exact_on
     assert largest_difference(checkpoint, engine, dtype, STEPS) < (2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 

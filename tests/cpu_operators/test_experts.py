@@ -54,7 +54,7 @@ def graph_of(form: Form | None, *experts: int) -> ir.Model:
         graph.outputs[0] = own.outputs[0]
         for node in last:
             graph.remove(node, safe=True)
-    prepare(model, own_products=True)
+    prepare(model)
     return model
 
 
@@ -104,4 +104,4 @@ def test_experts_that_are_stored_in_other_ways_are_an_error() -> None:
     model.graph.append(own)
     model.graph.outputs.append(own.outputs[0])
     with pytest.raises(ValueError, match="experts differ in how they are stored"):
-        prepare(model, own_products=True)
+        prepare(model)

@@ -21,8 +21,6 @@ from specbuild.compilers.cpu.recurrent import use_recurrent_operators
 from specbuild.compilers.cpu.unused import mark_unused_tokens
 from specbuild.compilers.graph_io import describe_io
 from specbuild.graph import ops as graphs
-from specbuild.graph.attention_layers import join_attention
-from specbuild.graph.pad_single_query import pad_single_queries
 from specrun import cpu_operators
 from specrun.backends.ort import session_options
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo
@@ -75,11 +73,8 @@ def use_own_collectives(work: Compilation) -> None:
 
 
 def use_own_products(work: Compilation) -> None:
-    """Weights get the layout of our products, which take norms, gates and sums in. Before attention, which joins them.
-
-    On processors whose vectors our products do not know, ONNX Runtime's are faster.
-    """
-    if prepared := formats.prepare(work.model, cpu_operators.are_fast()):
+    """Weights get the layout of our products, which take in norms, gates and sums. Before attention joins these."""
+    if prepared := formats.prepare(work.model):
         work.notes += prepared
         work.model = graphs.write_recoded(work.model, work.output)
         work.has_recoded_weights = True
@@ -107,13 +102,6 @@ def leave_out_unused_tokens(work: Compilation) -> None:
     work.skips_unused_tokens = not work.graph.is_head and not work.graph.states and mark_unused_tokens(work.model)
 
 
-def pad_queries(work: Compilation) -> None:
-    """Attention that is left to ONNX Runtime never has a single query, which would get other bits."""
-    if not work.graph.is_head:  # Only the bits of a target are those of texts.
-        join_attention(work.model)
-        pad_single_queries(work.model)
-
-
 PASSES: tuple[Callable[[Compilation], None], ...] = (
     compute_in_float32,
     choose_experts,
@@ -122,7 +110,6 @@ PASSES: tuple[Callable[[Compilation], None], ...] = (
     use_own_products,
     use_own_attention,
     leave_out_unused_tokens,
-    pad_queries,
 )
 """The passes in the order in which they run."""
 
@@ -166,17 +153,12 @@ def _optimize(work: Compilation) -> str:
         "optimized_model_external_initializers_file_name": WEIGHTS_NAME,
         "optimized_model_external_initializers_min_size_in_bytes": "1024",
         "model_external_initializers_file_folder_path": str(weights),
-        "qdq_matmulnbits_accuracy_level": formats.ACCURACY_LEVEL,
         "disable_prepacking": "1",  # Nothing is run here: laying weights out for their kernels would only copy them.
     }
     for name, value in entries.items():
         options.add_session_config_entry(f"session.{name}", value)
-    dequantizes = any(node.op_type == "DequantizeLinear" for node in graphs.all_nodes(work.model))
-    harmful = formats.HARMFUL if dequantizes else []
     try:
-        ort.InferenceSession(
-            graphs.to_bytes(work.model), options, providers=["CPUExecutionProvider"], disabled_optimizers=harmful
-        )
+        ort.InferenceSession(graphs.to_bytes(work.model), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's exceptions share no base class.
         raise BuildError(f"{work.checkpoint}: ONNX Runtime refused the graph: {error}") from error
     return str(ort.__version__)
