@@ -179,7 +179,7 @@ def test_what_the_operator_does_not_do_is_done_before(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["phi2", "gpt_neox", "deepseek_v2", "kimi_linear"])
+@pytest.mark.parametrize("family", ["phi2", "gpt_neox", "deepseek_v2", "kimi_linear", "llama4"])
 def test_every_kind_of_attention_is_the_operator(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Heads of which a part is rotated, latent attention, chunks and heads that are normalized behind a rotation."""
     source = save_checkpoint(tmp_path / "hf", family, dtype=dtype)

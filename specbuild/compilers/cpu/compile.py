@@ -18,6 +18,7 @@ from specbuild.compilers.cpu.attention import fuse_cached_attention, pack_attent
 from specbuild.compilers.cpu.collectives import use_collectives
 from specbuild.compilers.cpu.experts import use_chosen_experts
 from specbuild.compilers.cpu.recurrent import use_recurrent_operators
+from specbuild.compilers.cpu.rotation import look_up_by_position
 from specbuild.compilers.cpu.unused import mark_unused_tokens
 from specbuild.compilers.graph_io import describe_io
 from specbuild.graph import ops as graphs
@@ -97,6 +98,11 @@ def use_own_attention(work: Compilation) -> None:
     work.notes.append(f"keys in 8 and values in {bits} bits, which specrun's own CPU operators round by token")
 
 
+def look_up_positions(work: Compilation) -> None:
+    """What depends on positions alone is computed once. Behind attention, which has tables of its own."""
+    look_up_by_position(work.model, work.build.cache_length)
+
+
 def leave_out_unused_tokens(work: Compilation) -> None:
     """Padding costs nothing where every operator leaves it out. After our own operators, which do."""
     work.skips_unused_tokens = not work.graph.is_head and not work.graph.states and mark_unused_tokens(work.model)
@@ -109,6 +115,7 @@ PASSES: tuple[Callable[[Compilation], None], ...] = (
     use_own_collectives,
     use_own_products,
     use_own_attention,
+    look_up_positions,
     leave_out_unused_tokens,
 )
 """The passes in the order in which they run."""
