@@ -115,7 +115,12 @@ def _same_bits(whole: _Bits, other: _Bits) -> bool:
                 return False
         elif logits.tobytes() != expected.tobytes():
             return False
-    return all(b.tobytes() == a[:, : b.shape[1]].tobytes() for a, b in zip(whole.cache, other.cache, strict=True))
+    return all(_numbers(a[:, : b.shape[1]]) == _numbers(b) for a, b in zip(whole.cache, other.cache, strict=True))
+
+
+def _numbers(tensor: npt.NDArray[Any]) -> bytes:
+    """Keys or values [H, tokens, D] but for those of tokens that are NaN, of which only the first number is written."""
+    return tensor[:, ~np.isnan(tensor[0, :, 0])].tobytes() if tensor.dtype == np.float32 else tensor.tobytes()
 
 
 def _feed(backend: Backend, way: _Way, length: int) -> _Bits:
