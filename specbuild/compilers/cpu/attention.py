@@ -140,14 +140,15 @@ def _fuse(
     past: list[ir.Value | None] = [scatter.inputs[0] for scatter in scatters] or [layer.keys, layer.values]
     width, value_width = (_width(cache) for cache in past)
     readers = [use.node for use in node.outputs[0].uses()]
-    if len(readers) != 1 or not _is_swap(swap := readers[0]) or not (width or layer.scale):
+    swap = readers[0] if len(readers) == 1 and _is_swap(readers[0]) else None
+    if not (width or layer.scale):
         return False
     can_be_packed = scatters and width == value_width and width % PACKED_BLOCK == 0 and width <= _MOST_PACKED
     if value_bits and not can_be_packed:
         return False
     heads = _all_heads(graph, node, [layer.query, *(scatter.inputs[1] for scatter in scatters)])
     queries, rotation = heads[0], heads[0].rotation
-    view = _needless_view(swap, queries.tokens) if width == value_width else None
+    view = _needless_view(swap, queries.tokens) if swap is not None and width == value_width else None
     views = [] if view is None else [view]
     attributes: dict[str, int | float] = {
         "as_queries": len(views),
@@ -169,8 +170,13 @@ def _fuse(
             _pack(scatter, width, bits)
     name = f"{node.name}.cached"
     own = ir.node(operator, inputs, attributes, domain=DOMAIN, num_outputs=1 + len(scatters), name=name)
-    old = [(views or [swap])[0].outputs[0], *(scatter.outputs[0] for scatter in scatters)]
-    ir.convenience.replace_nodes_and_values(graph, node, [*views, swap, node, *scatters], [own], old, own.outputs)
+    made, results, removed = [own], list(own.outputs), [*views, *([swap] if swap else []), node, *scatters]
+    if swap is None:  # Something else is done to the answers first.
+        made.append(ir.node("Transpose", [own.outputs[0]], {"perm": _SWAPPED}, name=f"{name}.swapped"))
+        results[0] = made[-1].outputs[0]
+        results[0].name, results[0].dtype = made[-1].name, ir.DataType.FLOAT
+    old = [removed[0].outputs[0], *(scatter.outputs[0] for scatter in scatters)]
+    ir.convenience.replace_nodes_and_values(graph, node, removed, made, old, results)
     return True
 
 
@@ -187,6 +193,9 @@ def _scatter_of(cache: ir.Value | None) -> ir.Node | None:
     """The TensorScatter that writes tokens one behind the other into a cache that has one reader."""
     scatter = cache.producer() if cache is not None and len(cache.uses()) == 1 else None
     if scatter is None or scatter.op_type != "TensorScatter" or len(scatter.inputs) != 3:
+        return None
+    new = scatter.inputs[1].producer() if scatter.inputs[1] is not None else None
+    if new is not None and new.op_type == "DequantizeLinear":  # ONNX Runtime breaks what swaps its output.
         return None
     mode, indices = scatter.attributes.get("mode"), scatter.inputs[2]
     is_linear = mode is None or mode.as_string() == "linear"
