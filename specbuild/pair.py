@@ -138,7 +138,7 @@ class Pair:
             forms.append(options.tp_size)
         if role == "draft" and options.draft_vocab_size is not None:
             forms.append(options.draft_vocab_size)
-        machine = [platform.machine(), cpu_operators.VERSION, cpu_operators.are_fast()]
+        machine = [platform.machine(), cpu_operators.VERSION]
         model = models[role]
         assert model
         key = key_of([__version__, machine, role, content, forms, sizes])[:16]

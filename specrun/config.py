@@ -65,11 +65,6 @@ class DraftTargetConfig(Checked):
     """Let CPU engines share one pool of threads, onnxruntime's for the whole process: sessions of other libraries that
     want threads of their own are refused from then on. False: each engine has its own pool, and others are left alone;
     where the process has the shared pool already, engines use it."""
-    bit_exact: bool = False
-    """An error where texts are not the target's own to the byte.
-
-    There rounding may decide between two tokens that are about equally good, by the draft, the batch and what is
-    cached."""
     check: Check = "quick"
     """Files to compare with their checksums: those changed since, by size and time (``quick``), or all (``full``)."""
     draft: Annotated[DraftKind | None, draft_kind] = None

@@ -24,7 +24,6 @@ from specrun.request.request import Request, TokenOutput
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.scheduler import Event, Scheduler
 from specrun.speculative.draft_length import DraftLength
-from specrun.speculative.exactness import Exactness
 from specrun.speculative.loader import Engine
 from specrun.speculative.pair_checks import check_draft_len, check_fit, check_head, describe_sizes, find_translator
 from specrun.speculative.round import AnyRound
@@ -78,7 +77,7 @@ class SpeculativeDecoder:
     @override
     def __repr__(self) -> str:
         rows, draft_len = self.max_batch_size, self.scheduler.round.max_draft_len
-        exact = "exact to the bit" if self.exactness.on else "exact up to near-ties"
+        exact = "exact to the bit" if self.is_exact else "exact up to near-ties"
         return f"<{type(self).__name__} of {self._name}: {rows} rows, up to {draft_len} draft tokens, {exact}>"
 
     @classmethod
@@ -158,15 +157,16 @@ class SpeculativeDecoder:
         self.close()
 
     @property
-    def exactness(self) -> Exactness:
-        """Whether a text is the target's own to the byte, and why not."""
-        return self.scheduler.round.exactness
+    def is_exact(self) -> bool:
+        """Whether a text is the target's own to the byte: on CPUs, not on GPUs."""
+        return self.target.backend.device == "cpu"
 
     @property
     def notes(self) -> list[str]:
         """What people should know of the pair, a line each: how exact its texts are, what its draft is."""
         draft = f"the draft has another tokenizer; it {self._translator.description}" if self._translator else ""
-        return [note for note in (self.exactness.note, draft, self._sizes) if note]
+        exact = "" if self.is_exact else "engines on GPUs are not exact to the bit: texts are exact up to near-ties"
+        return [note for note in (exact, self.scheduler.round.note, draft, self._sizes) if note]
 
     @property
     def tokenizer(self) -> Tokenizer:

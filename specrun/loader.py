@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from specrun.config import DraftTargetConfig
-from specrun.errors import BackendError, PairError
+from specrun.errors import PairError
 from specrun.gpu.loader import open_on_gpus
 from specrun.speculative.loader import Engine, open_on_host
 from specrun.speculative.round import AnyRound
@@ -31,10 +31,5 @@ def open_round(
             "the CPU, or the target for the GPU"
         )
     if not on_host:
-        if config.bit_exact and not target.config.is_batch_invariant:
-            raise BackendError(
-                f"--bit_exact: {target.directory} is of {target.config.backend.name}, whose bits on GPUs depend on the "
-                "shape of a pass; build it with --backend cuda"
-            )
         return open_on_gpus(target, draft, draft_len, rows, config, show)
     return open_on_host(target, draft, draft_len, rows, config)

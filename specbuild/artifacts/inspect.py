@@ -126,7 +126,7 @@ def _engine(config: EngineConfig, show_all: bool) -> str:
         "max_input_len": str(build.max_input_len),
         "max_seq_len": str(build.max_seq_len),
         **_ranks(config),
-        "bits": str(config.bit_exact or "not probed"),
+        "texts": f"exact to the bit on {config.exact_on}" if config.exact_on else "exact up to near-ties",
         "KV cache": f"{human_bytes(cache)} in {cache_form} for {build.max_batch_size} rows of "
         f"{build.cache_length} positions",
         **_states(config.graph, build.max_batch_size, backend.device != "cpu"),

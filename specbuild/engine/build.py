@@ -18,13 +18,14 @@ from specbuild.engine.workers import run_side_by_side
 from specbuild.files import require_space
 from specbuild.progress import Advance, Stages
 from specrun.backends import open_host_backend
-from specrun.backends.bit_exact_probe import probe
+from specrun.backends.bit_exact_probe import shapes_agree
+from specrun.backends.known_here import describe_runtime
 from specrun.backends.pass_timing import time_passes
 from specrun.command_line import human_bytes
 from specrun.engine_dir.config import CONFIG_NAME, EngineConfig, describe_file, read_config
 from specrun.engine_dir.contract import MARKOV_FILES
 from specrun.engine_dir.directories import new_directory, require_free
-from specrun.errors import BuildConfigError, CheckpointError, EngineDirError
+from specrun.errors import BuildConfigError, BuildError, CheckpointError, EngineDirError
 from specrun.optional_packages import import_package
 from specrun.text.tokenizer import require_own_tokenizer, tokenizer_files
 
@@ -109,15 +110,19 @@ def _build_one(options: EngineOptions, force: bool, advance: Advance = lambda _a
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     size = sum(info.bytes for info in config.files.values())
     notes = "".join(f"; {note}" for note in config.provenance.notes)
-    notes += f"; {config.bit_exact}" if config.bit_exact else ""
     made = f"{config.backend.name} engine, {human_bytes(size)}, {stages.seconds:.1f} s"
     return f"{options.output_dir}: {made}{notes}"
 
 
 def _measure(directory: Path, config: EngineConfig) -> dict[str, Any]:
-    """Which passes of the engine that was just built give a row the same bits, and how long they take."""
+    """Where the engine that was just built is exact to the bit, and how long its passes take. Raises BuildError."""
     with closing(open_host_backend(directory, config, blocks=0)) as backend:
-        return {"bit_exact": probe(backend), "pass_times": time_passes(backend)}
+        if not shapes_agree(backend):
+            raise BuildError(
+                f"{directory}: a token's bits depend on what is computed beside it, so drafts would change texts; that "
+                "is an error of specbuild: please report the model"
+            )
+        return {"exact_on": describe_runtime(config), "pass_times": time_passes(backend)}
 
 
 def _compile(plan: EnginePlan, work: Path, advance: Advance) -> EngineConfig:

@@ -26,6 +26,7 @@ from specbuild.export.query_scales import by_position
 from specbuild.export.recurrent import Progress, RecurrentStates
 from specbuild.export.swaps import swapped
 from specbuild.export.type_promotion import promoted_where_needed
+from specbuild.graph.tidy import write_out_gemms
 from specbuild.weights.kv_cache import CODE_TYPES, CacheRounding
 from specrun.engine_dir.cache_tensors import CacheTensor, StateTensor
 from specrun.engine_dir.contract import (
@@ -186,6 +187,7 @@ def export_module(
             raise UnsupportedModelError(f"{name} cannot be exported: {first_line(error)}") from error
     if exported is None:
         raise UnsupportedModelError(f"{name} cannot be exported: the exporter returned nothing")
+    write_out_gemms(exported.model)
     return exported.model
 
 

@@ -18,6 +18,7 @@ from torch.onnx.ops import rotary_embedding, symbolic
 
 from specbuild.export.attention import gather_logits_positions
 from specbuild.export.complex_rope import complex_rope_swaps
+from specbuild.export.experts import expert_swaps
 from specbuild.export.recurrent import recurrent_functions
 from specbuild.export.swaps import Swap, swapped
 
@@ -29,7 +30,7 @@ def fused_operators(model: nn.Module) -> Iterator[list[str]]:
     rope = [*_rope_swaps(files), *complex_rope_swaps(model, files)]
     keep = "slice_logits_to_keep"
     logits: list[Swap] = [(file, keep, gather_logits_positions) for file in files if hasattr(file, keep)]
-    swaps = [*rope, *_norm_swaps(model), *logits]
+    swaps = [*rope, *_norm_swaps(model), *expert_swaps(model), *logits]
     with recurrent_functions(files), swapped(*swaps):
         yield [f"{owner.__name__}.{name}" for owner, name, _ in swaps]
 

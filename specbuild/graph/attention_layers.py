@@ -97,18 +97,3 @@ def _number(value: ir.Value | None, otherwise: float | None = None) -> float | N
         return otherwise
     tensor = constant(value)
     return float(tensor.numpy()) if tensor is not None and tensor.size == 1 else None
-
-
-def join_attention(model: ir.Model) -> None:
-    """Make one operator of attention that is written out, in place, where it has no sinks."""
-    graph = model.graph
-    for layer in list(attention_layers(model)):
-        old = layer.node.outputs[0]
-        if layer.node.op_type == "Attention" or layer.sinks is not None:
-            continue
-        attributes = {"softcap": layer.softcap, **({} if layer.scale is None else {"scale": layer.scale})}
-        own = ir.node(
-            "Attention", [layer.query, layer.keys, layer.values, layer.mask], attributes, name=layer.node.name
-        )
-        own.outputs[0].type = old.type
-        ir.convenience.replace_nodes_and_values(graph, layer.node, [layer.node], [own], [old], own.outputs)

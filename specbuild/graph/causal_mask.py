@@ -8,20 +8,30 @@ write_index + S that is j <= write_index + i, which is the contract's position.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from specbuild.graph.ops import BATCH, CACHE, SEQUENCE, constant
+from specbuild.graph.ops import BATCH, CACHE, SEQUENCE, constant, input_of
 from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
 
 Array = npt.NDArray[Any]
 
 WIDEST_HEAD = 256
 """The widest head of ONNX Runtime's Flash attention; keys and values are equally wide, a multiple of 8."""
+
+
+class SeenKeys(NamedTuple):
+    """The keys that a query sees: those up to its own position, perhaps not all of them."""
+
+    window: int = 0
+    """The most keys, the last ones; 0: no limit."""
+    chunk: int = 0
+    """Positions of a chunk, outside of which no key is seen; 0: there are no chunks."""
+
 
 _OPERATORS: dict[str, Callable[..., Array]] = {
     "Add": np.add,
@@ -32,10 +42,16 @@ _OPERATORS: dict[str, Callable[..., Array]] = {
     "Greater": np.greater,
     "GreaterOrEqual": np.greater_equal,
     "Range": np.arange,
+    "Equal": np.equal,
+    "Div": lambda value, divisor: np.trunc(value / divisor).astype(np.int64),  # Of whole numbers.
+    "Mod": np.mod,
+    "Expand": lambda value, shape: value * np.ones(shape, value.dtype),
+    "GatherND": lambda value, places: value[tuple(np.moveaxis(places, -1, 0))],
     "Squeeze": lambda value, axes=None: np.squeeze(value, None if axes is None else tuple(axes)),
     "Unsqueeze": lambda value, axes: np.expand_dims(value, tuple(axes)),
 }
-"""What a mask may consist of: comparisons of sums of positions, keys and constants, joined by ``And``."""
+"""What a mask may consist of: comparisons of sums of positions, keys and constants, joined by ``And``; and of their
+quotients, in whole numbers, for chunks."""
 
 _ROWS = 16
 
@@ -58,7 +74,7 @@ def drop_causal_masks(model: ir.Model, cache_length: int) -> tuple[int, int]:
         if len(node.inputs) != 4 or (mask := node.inputs[3]) is None or not _fits_flash(node):
             continue
         if mask not in proved:
-            proved[mask] = causal_window(mask, cache_length) == cache_length
+            proved[mask] = seen_keys(mask, cache_length) == SeenKeys()
         if not proved[mask]:
             continue
         lengths = lengths or _row_lengths(model)
@@ -77,29 +93,47 @@ def drop_causal_masks(model: ir.Model, cache_length: int) -> tuple[int, int]:
     return changed, len(nodes)
 
 
-def causal_window(mask: ir.Value, cache_length: int) -> int | None:
-    """How many keys a query sees at most, up to its own position; ``cache_length``: all. None: it is another mask.
+def seen_keys(mask: ir.Value, cache_length: int) -> SeenKeys | None:
+    """Which keys a query sees in a cache of ``cache_length``; None: it is another mask than ``SeenKeys`` can say.
 
-    The mask is computed for rows from the first position to the last. That decides: a mask of ``_OPERATORS`` is an
-    intersection of half-planes over (position, key). One that hides a key that should be seen hides a corner of
-    what is seen, its first or last key from the first or the last position. One that shows a key that should be hidden
-    does so along a line, which these rows meet.
+    The mask is computed for rows from the first position to the last. That decides: a mask of sums is an intersection
+    of half-planes over (position, key). One that hides a key that should be seen hides a corner of what is seen, its
+    first or last key from the first or the last position. One that shows a key that should be hidden does so along a
+    line, which these rows meet. Quotients repeat that in each chunk, so rows stand at both ends of each.
     """
-    window = 0
-    for number, sequence in enumerate(size for size in (1, 2, 5) if size <= cache_length):
-        rows = _ROWS + number  # No size equals another, so that no axis is taken for another.
-        write_indices = np.linspace(0, cache_length - sequence, rows).astype(np.int64)
-        sizes = {BATCH: rows, SEQUENCE: sequence, CACHE: cache_length}
-        try:
-            evaluated = _evaluate(mask, write_indices, sizes, {})
-        except _Unknown:
-            return None
-        window = window or int(np.count_nonzero(evaluated[-1:, ..., -1, :]))
-        positions = (write_indices[:, None] + np.arange(sequence))[:, None, :, None]
-        keys = np.arange(cache_length)
-        if not np.array_equal(evaluated, (keys <= positions) & (keys > positions - window)):
-            return None
-    return window
+    last = cache_length - 1
+    try:
+        first = _first_seen(mask, last, cache_length)
+        before = _first_seen(mask, first - 1, cache_length) if first else 0
+        for seen in (SeenKeys(cache_length - first), SeenKeys(chunk=first - before)) if first else (SeenKeys(),):
+            if all(_shows(mask, seen, tokens, cache_length) for tokens in (1, 2, 5) if tokens <= cache_length):
+                return seen
+    except _Unknown:
+        pass
+    return None
+
+
+def _first_seen(mask: ir.Value, position: int, cache_length: int) -> int:
+    """The first key that a query there sees."""
+    sizes = {BATCH: 1, SEQUENCE: 1, CACHE: cache_length}
+    return int(np.argmax(_evaluate(mask, np.array([position]), sizes, {}).reshape(-1)))
+
+
+def _shows(mask: ir.Value, seen: SeenKeys, tokens: int, cache_length: int) -> bool:
+    """Whether queries of passes of ``tokens`` see those keys and no others."""
+    firsts = np.linspace(0, cache_length - tokens, _ROWS + tokens)
+    ends = np.arange(0, cache_length, seen.chunk or cache_length)
+    firsts = np.concatenate([firsts, ends, ends - 1]).clip(0, cache_length - tokens).astype(np.int64)
+    if len(firsts) in (tokens, cache_length):  # No size equals another, so that no axis is taken for another.
+        firsts = np.append(firsts, 0)
+    sizes = {BATCH: len(firsts), SEQUENCE: tokens, CACHE: cache_length}
+    positions = (firsts[:, None] + np.arange(tokens))[:, None, :, None]
+    keys, begin = np.arange(cache_length), np.zeros_like(positions)
+    if seen.window:
+        begin = positions - seen.window + 1
+    elif seen.chunk:
+        begin = positions // seen.chunk * seen.chunk
+    return np.array_equal(_evaluate(mask, firsts, sizes, {}), (keys <= positions) & (keys >= begin))
 
 
 def _evaluate(value: ir.Value, write_indices: Array, sizes: dict[str, int], known: dict[ir.Value, Array]) -> Array:
@@ -115,6 +149,9 @@ def _evaluate(value: ir.Value, write_indices: Array, sizes: dict[str, int], know
         raise _Unknown
     if node.op_type == "Shape":
         array = _shape(node, sizes)
+    elif node.op_type == "Cast":
+        dtype = ir.DataType(node.attributes["to"].as_int())
+        array = _evaluate(input_of(node, 0), write_indices, sizes, known).astype(dtype.numpy())
     elif node.op_type in _OPERATORS and all(given is not None for given in node.inputs):
         inputs = [_evaluate(given, write_indices, sizes, known) for given in node.inputs if given is not None]
         array = _OPERATORS[node.op_type](*inputs)

@@ -124,6 +124,22 @@ def share_tied_weights(model: ir.Model) -> None:
             model.graph.initializers.pop(name)
 
 
+def write_out_gemms(model: ir.Model) -> None:
+    """Make MatMul and Add of Gemm, which torch's exporter writes for the linear layer of a matrix."""
+    for node in [node for node in model.graph if node.op_type == "Gemm"]:
+        x, weight, bias = (*node.inputs, None)[:3]
+        nodes: list[ir.Node] = []
+        if node.attributes.get_int("transB", 0):
+            nodes.append(ir.node("Transpose", [weight], {"perm": [1, 0]}, name=f"{node.name}.weight"))
+            weight = nodes[0].outputs[0]
+        nodes.append(ir.node("MatMul", [x, weight], name=f"{node.name}.product"))
+        if bias is not None:
+            nodes.append(ir.node("Add", [nodes[-1].outputs[0], bias], name=f"{node.name}.sum"))
+        for made in nodes:
+            made.outputs[0].name, made.outputs[0].type = made.name, node.outputs[0].type
+        ir.convenience.replace_nodes_and_values(model.graph, node, [node], nodes, node.outputs, [nodes[-1].outputs[0]])
+
+
 def fold_transposes(model: ir.Model) -> None:
     """Turn weights that are read later and have one reader, which transposes them, without reading them now."""
     for node in model.graph:

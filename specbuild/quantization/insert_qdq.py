@@ -24,7 +24,7 @@ _TABLE = ".embedding"
 
 
 class WeightedMatMul(NamedTuple):
-    """A product of activations with a weight: MatMul, or Gemm with a bias."""
+    """A product of activations with a weight."""
 
     node: ir.Node
     weight: ir.Value
@@ -36,15 +36,14 @@ def weighted_matmuls(model: ir.Model, axes: int = 2) -> list[WeightedMatMul]:
     """The products whose weight is an initializer with so many dimensions, in the order of the graph."""
     matmuls = []
     for node in model.graph:
-        if node.op_type not in ("MatMul", "Gemm"):
+        if node.op_type != "MatMul":
             continue
         factor = node.inputs[1]
         producer = factor.producer() if factor is not None else None
         transpose = producer if producer is not None and producer.op_type == "Transpose" else None
         weight = transpose.inputs[0] if transpose is not None else factor
         if weight is not None and weight.is_initializer() and weight.shape is not None and len(weight.shape) == axes:
-            transposed = transpose is not None or bool(node.attributes.get_int("transB", 0))
-            matmuls.append(WeightedMatMul(node, weight, transposed))
+            matmuls.append(WeightedMatMul(node, weight, transpose is not None))
     return matmuls
 
 
@@ -79,10 +78,7 @@ def quantize_matmul(model: ir.Model, product: WeightedMatMul, packed: Packed) ->
     weight = build.dequantized(packed)
     if is_table:
         weight = build.node("Transpose", weight, perm=[1, 0])
-    y = _product(build, x, weight, packed)
-    if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
-        y = build.node("Add", y, node.inputs[2])
-    build.replace(y)
+    build.replace(_product(build, x, weight, packed))
     _drop_unused(model.graph, product.weight)
 
 

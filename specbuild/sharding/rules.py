@@ -19,17 +19,16 @@ def elementwise(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Valu
 
 
 def product(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | None:
-    """MatMul and Gemm. Columns of a weight are columns of the output."""
-    x, weight, *bias = node.inputs
+    """MatMul. Columns of a weight are columns of the output."""
+    x, weight = node.inputs
     if part.axis < -2:
         return elementwise(parts, node, output, part)
-    transposed = node.attributes.get_int("transB", 0)
     if part.axis == -2:
-        return None if node.attributes.get_int("transA", 0) else parts.like(node, [parts.of(x, part), weight, *bias])[0]
-    columns = parts.operand(weight, part.at(-2) if transposed else part)
+        return parts.like(node, [parts.of(x, part), weight])[0]
+    columns = parts.operand(weight, part)
     if is_constant(weight):
         parts.gains += 1
-    return parts.like(node, [x, columns, *(parts.operand(value, part) for value in bias)])[0]
+    return parts.like(node, [x, columns])[0]
 
 
 def normalization(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | None:
@@ -239,7 +238,7 @@ _ELEMENTWISE = (
 )
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, elementwise),
-    **dict.fromkeys(("MatMul", "Gemm"), product),
+    "MatMul": product,
     **dict.fromkeys(("RMSNormalization", "LayerNormalization", "Softmax"), normalization),
     **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceMax"), reduction),
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), rounding),

@@ -59,7 +59,7 @@ def shard(model: ir.Model, rank: int, ranks: int) -> None:
 
 def _is_product(node: ir.Node) -> bool:
     """Whether a weight is multiplied by what depends on the tokens."""
-    if node.op_type not in ("MatMul", "Gemm") or len(node.inputs) < 2:
+    if node.op_type != "MatMul":
         return False
     x, weight = node.inputs[:2]
     return is_constant(weight) and not is_constant(x) and weight is not None and len(shape_of(weight)) > 1
@@ -69,8 +69,7 @@ def _cut_rows(parts: Parts, node: ir.Node, ranks: int) -> ir.Value | None:
     """The rank's summand of a product; None where nothing in front of it can be cut. Raises BuildConfigError."""
     x, weight = node.inputs[:2]
     assert weight is not None
-    axis = -1 if node.attributes.get_int("transB") else -2
-    size = number = shape_of(weight)[axis]
+    size = number = shape_of(weight)[-2]
     tried = 0
     while True:
         part = divide(-1, size, number, ranks)
@@ -85,7 +84,7 @@ def _cut_rows(parts: Parts, node: ir.Node, ranks: int) -> ir.Value | None:
             if parts.gains == before.gains:
                 parts.restore(before)
                 return None
-            rows = parts.of(weight, part.at(axis))
+            rows = parts.of(weight, part.at(-2))
             (summand,) = parts.like(node, [own, rows])
             return summand
         except MisalignedError as error:
@@ -149,22 +148,20 @@ def _is_wide(node: ir.Node, ranks: int) -> bool:
     """Whether a product has an output at least as wide as its input, as the vocabulary's does."""
     weight = node.inputs[1]
     assert weight is not None
-    shape = shape_of(weight)
-    rows, columns = shape[::-1] if node.attributes.get_int("transB") else shape[-2:]
-    return len(shape) == 2 and columns >= max(rows, ranks * ranks)
+    *others, rows, columns = shape_of(weight)
+    return not others and columns >= max(rows, ranks * ranks)
 
 
 def _cut_columns(graph: ir.Graph, parts: Parts, node: ir.Node, ranks: int) -> None:
     """Let ``node`` compute the rank's columns, and gather those of all."""
-    x, weight, *bias = node.inputs
+    x, weight = node.inputs
     output = node.outputs[0]
     shape = parts.shape(output)
     if weight is None or shape is None:
         return
-    axis = -2 if node.attributes.get_int("transB") else -1
-    columns = shape_of(weight)[axis]
+    columns = shape_of(weight)[-1]
     part = padded(-1, columns, ranks)
-    own = parts.like(node, [x, parts.of(weight, part.at(axis)), *(parts.operand(value, part) for value in bias)])[0]
+    own = parts.like(node, [x, parts.of(weight, part)])[0]
     made = gather_columns(parts, own, len(shape), columns, ranks)
     parts.insert(graph, node)
     if output in graph.outputs:

@@ -1,7 +1,8 @@
-"""Finds by trial whether passes of every shape give a row the same bits: see ``bit_exact``.
+"""Finds by trial whether passes of every shape give a row the same bits.
 
-A row with random keys and values is fed the same random tokens in many ways: alone and beside other rows, one by one
-and many at once, in caches of several lengths. Logits, keys and values are compared bit by bit with those of one pass.
+Then a model writes the same text whatever drafts, batches, chunks of prompts or reused prefixes its passes meet. A row
+with random keys and values is fed the same random tokens in many ways: alone and beside other rows, one by one and many
+at once, in caches of several lengths. Logits, keys and values are compared bit by bit with those of one pass.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.backends import Backend
-from specrun.backends.known_here import describe_runtime
-from specrun.engine_dir.bit_exact import BitExact
 from specrun.engine_dir.cache_tensors import LEAST_REPLAYS, PACKED_BLOCK, scale_bytes
 
 _STEP = 64
@@ -23,13 +22,6 @@ _LONG = 280
 """Tokens of a row that is long: products over a cache's positions are split at 256."""
 _TOKENS = 48
 """Tokens that are fed; three rows of so many are more than kernels take at a time."""
-_LEAST = 1e-9
-"""A difference that is not 0."""
-_NUDGES = 4
-_NUDGE = 1e-7
-"""Passes whose keys and values are moved by so much of their size: about a bit of float32."""
-_MOVED_CODES = 1e-4
-"""The share of 8-bit codes that such a change moves, each by one."""
 _CODES_OF_ONE = 30
 """Codes of 8-bit keys and values from 0 to 1."""
 _PACKED_SCALE = 0x3D00
@@ -57,25 +49,10 @@ class _Bits(NamedTuple):
     """[H_kv, tokens, D] of every cache tensor."""
 
 
-def probe(backend: Backend) -> BitExact:
-    """What is true of the engine on this processor. It takes about a hundred passes, and the cache is junk then."""
-    differences = list(_differences(backend, _ways(backend), _lengths(backend)))
-    near_tie = max(*differences, *_nudged(backend))
-    return BitExact(shapes_agree=not any(differences), near_tie=near_tie, processor=describe_runtime(backend.config))
-
-
-def shapes_agree(backend: Backend) -> bool:
-    """Whether they do on this processor too: a few of ``probe``'s passes."""
-    return not any(_differences(backend, _ways(backend)[1:4], _lengths(backend)[-1:]))
-
-
-def _nudged(backend: Backend) -> Iterator[float]:
-    """How far logits move with the last bits of keys and values: rounding is rarely amplified, and shapes are few."""
-    length, tokens = _lengths(backend)[-1], _num_tokens(backend)
-    way = _Way(1, 0, (tokens,), tokens)
-    whole = _feed(backend, way, length)
-    for seed in range(1, _NUDGES + 1):
-        yield _difference(whole, _feed(backend, way, length, seed))
+def shapes_agree(backend: Backend, few: bool = False) -> bool:
+    """Whether they do on this processor. It takes about a hundred passes, or a few; the cache is junk then."""
+    ways, lengths = _ways(backend), _lengths(backend)
+    return _agree(backend, ways[1:4], lengths[-1:]) if few else _agree(backend, ways, lengths)
 
 
 def _ways(backend: Backend) -> list[_Way]:
@@ -120,42 +97,34 @@ def _lengths(backend: Backend) -> list[int]:
     return [0, min(_LONG, backend.config.build_config.max_seq_len - _num_tokens(backend))]
 
 
-def _differences(backend: Backend, ways: list[_Way], lengths: list[int]) -> Iterator[float]:
-    """How far each way is from a single pass of all tokens; 0: not by a bit.
-
-    The largest difference of a logit, as a share of the row's largest.
-    """
+def _agree(backend: Backend, ways: list[_Way], lengths: list[int]) -> bool:
+    """Whether each way gives the bits of a single pass of all tokens."""
     for length in lengths:
         tokens = max(sum(way.chunks) for way in ways)
         whole = _feed(backend, _Way(1, 0, (tokens,), tokens), length)
-        for way in ways:
-            yield _difference(whole, _feed(backend, way, length))
+        if not all(_same_bits(whole, _feed(backend, way, length)) for way in ways):
+            return False
+    return True
 
 
-def _difference(whole: _Bits, other: _Bits) -> float:
-    """See ``_differences``. Where nothing but the cache differs, it is the smallest number that counts."""
-    far = 0.0
+def _same_bits(whole: _Bits, other: _Bits) -> bool:
     for number, logits in other.logits.items():
         expected = whole.logits[number]
         if np.isnan(expected[0]) or np.isnan(logits[0]):  # Own operators write only the first number of a row of NaN.
-            far = max(far, float(np.isnan(expected[0]) != np.isnan(logits[0])))
+            if np.isnan(expected[0]) != np.isnan(logits[0]):
+                return False
         elif logits.tobytes() != expected.tobytes():
-            drafted = np.isfinite(expected)  # A draft may have logits of some tokens alone.
-            apart = np.abs(logits[drafted] - expected[drafted]).max()
-            share = apart / max(np.abs(expected[drafted]).max(), np.float32(1e-30))
-            far = max(far, float(share), _LEAST)
-    if not far and any(
-        b.tobytes() != a[:, : b.shape[1]].tobytes() for a, b in zip(whole.cache, other.cache, strict=True)
-    ):
-        return _LEAST
-    return far
+            return False
+    return all(_numbers(a[:, : b.shape[1]]) == _numbers(b) for a, b in zip(whole.cache, other.cache, strict=True))
 
 
-def _feed(backend: Backend, way: _Way, length: int, nudge: int = 0) -> _Bits:
-    """Feed a row that has ``length`` tokens; what is random about the row itself is the same in every call.
+def _numbers(tensor: npt.NDArray[Any]) -> bytes:
+    """Keys or values [H, tokens, D] but for those of tokens that are NaN, of which only the first number is written."""
+    return tensor[:, ~np.isnan(tensor[0, :, 0])].tobytes() if tensor.dtype == np.float32 else tensor.tobytes()
 
-    nudge: 0, or a seed by which the row's keys and values move by ``_NUDGE``.
-    """
+
+def _feed(backend: Backend, way: _Way, length: int) -> _Bits:
+    """Feed a row that has ``length`` tokens; what is random about the row itself is the same in every call."""
     own, others = np.random.default_rng(0), np.random.default_rng([way.batch, way.row, *way.chunks])
     vocab_size, batch, row = backend.config.graph.vocab_size, way.batch, way.row
     text = own.integers(0, vocab_size, _TOKENS)
@@ -167,12 +136,11 @@ def _feed(backend: Backend, way: _Way, length: int, nudge: int = 0) -> _Bits:
         held = own.standard_normal((tensor.shape[1], length, tensor.shape[3]), np.float32)
         tensor[...] = 0
         tensor[:, :, :length] = _stored(held * others.uniform(0, 2, (batch, 1, 1, 1)), bits)
-        held = _stored(held, bits)
-        tensor[row, :, :length] = _nudge(held, nudge, bits) if nudge else held
+        tensor[row, :, :length] = _stored(held, bits)
     for state in backend.cache.states(0, batch):
         held = own.standard_normal(state.shape[1:], np.float32)
         state[...] = held * others.uniform(0, 2, (batch, *[1] * held.ndim))
-        state[row] = _nudge(held, nudge) if nudge else held
+        state[row] = held
     logits: dict[int, npt.NDArray[np.float32]] = {}
     start = read = 0
     for number, chunk in enumerate(way.chunks):
@@ -209,14 +177,3 @@ def _code_bytes(size: int, bits: int) -> int:
     """Bytes of a packed head of ``size`` that are codes."""
     block = PACKED_BLOCK * bits // 8
     return size // (block + scale_bytes(PACKED_BLOCK)) * block
-
-
-def _nudge(held: npt.NDArray[Any], seed: int, bits: int | None = None) -> npt.NDArray[Any]:
-    """Keys or values whose last bits are others."""
-    generator = np.random.default_rng(seed)
-    if bits is None:
-        signs: npt.NDArray[Any] = generator.choice((-1, 1), held.shape)
-        return np.asarray(held * (1 + np.float32(_NUDGE) * signs))
-    moved = generator.random(held.shape) < _MOVED_CODES
-    moved[..., _code_bytes(held.shape[-1], bits) :] = False
-    return np.asarray(held ^ moved)

@@ -121,7 +121,6 @@ rank_hosts_option = field_option(
     default=(),
     metavar="HOST,HOST,..",
 )
-bit_exact_option = field_option(DraftTargetConfig, "bit_exact")
 acceptance_option = field_option(
     RequestOptions,
     "acceptance",

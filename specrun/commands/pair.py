@@ -14,7 +14,7 @@ import click
 
 from specrun.command_line import FolderPath
 from specrun.commands.models import Engines, Models, models_options
-from specrun.commands.options import Parsed, acceptance_option, bit_exact_option, first_given, given, rank_hosts_option
+from specrun.commands.options import Parsed, acceptance_option, first_given, given, rank_hosts_option
 from specrun.config import DraftTargetConfig, parse_device_list, parse_draft_target_config
 from specrun.field_options import Decorator, field_option, field_options, packed, together
 
@@ -68,7 +68,6 @@ def running_options(reuse_blocks: Decorator = REUSE_BLOCKS) -> Decorator:
         _device_option("target"),
         rank_hosts_option,
         field_option(DraftTargetConfig, "kv_cache_free_gpu_memory_fraction"),
-        bit_exact_option,
         field_options(DraftTargetConfig, "check", "cuda_graph", "warm_up"),
         reuse_blocks,
         field_option(DraftTargetConfig, "max_tokens_in_kv_cache"),

@@ -11,7 +11,6 @@ import click
 from specrun.commands.models import Models, models_options
 from specrun.commands.options import (
     acceptance_option,
-    bit_exact_option,
     constraint_options,
     note_unused_sampling,
     prompt_options,
@@ -34,7 +33,6 @@ INCONCLUSIVE = 3
 @click.command()
 @models_options
 @config_argument
-@bit_exact_option
 @rank_hosts_option
 @acceptance_option
 @prompt_options

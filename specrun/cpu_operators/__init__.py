@@ -19,7 +19,7 @@ DOMAIN = "specrun"
 """Domain of the operators in a graph."""
 MOST_OUTPUTS = 4
 """Products with one input that one node computes together."""
-VERSION = 10
+VERSION = 11
 """Grows when an operator changes its meaning, or one is added. An engine notes which one it needs."""
 HOW_TO_COMPILE = "install a C++ compiler (g++ or clang++) and install the package again"
 
@@ -38,15 +38,6 @@ def library() -> Path | None:
 def is_available(version: int = VERSION) -> bool:
     """Whether sessions can have the operators of this version."""
     return version <= VERSION and library() is not None
-
-
-def are_fast() -> bool:
-    """Whether they are available, and know vector instructions of this processor: those of x86-64 since AVX2."""
-    if (path := library()) is None:
-        return False
-    choose = ctypes.CDLL(str(path)).specrun_choose_instruction_set
-    choose.argtypes, choose.restype = [ctypes.c_char_p], ctypes.c_char_p
-    return bool(choose(None) != b"plain")
 
 
 Exchange = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)

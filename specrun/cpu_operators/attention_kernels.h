@@ -53,18 +53,19 @@ TARGET void write_token(void* item, size_t number) {
     const int64_t position = all.first[row] + token % all.tokens;
     float memory[kMostWidth];
     for (int64_t head = 0; head < all.kv_heads; ++head) {
-        const int64_t from = (token * all.kv_heads + head) * all.width;
+        const int64_t number = token * all.kv_heads + head;
         const int64_t to = (row * all.kv_heads + head) * all.positions + position;
+        const float *k = all.k + number * all.width, *v = all.v + number * all.value_width;
         uint8_t *key = all.keys + to * all.key_bytes(), *value = all.values + to * all.value_bytes();
-        const size_t bytes = static_cast<size_t>(all.width) * sizeof(float);
+        const size_t bytes = static_cast<size_t>(all.value_width) * sizeof(float);
         if (all.is_packed()) {
-            rotate(all, all.k + from, row, token % all.tokens, 1.0f, memory);
+            rotate(all, k, row, token % all.tokens, 1.0f, memory);
             pack_head<8>(memory, all.width, key);
-            std::memcpy(memory, all.v + from, bytes);
+            std::memcpy(memory, v, bytes);
             all.value_bits == 8 ? pack_head<8>(memory, all.width, value) : pack_head<4>(memory, all.width, value);
         } else {
-            rotate(all, all.k + from, row, token % all.tokens, 1.0f, reinterpret_cast<float*>(key));
-            std::memcpy(value, all.v + from, bytes);
+            rotate(all, k, row, token % all.tokens, 1.0f, reinterpret_cast<float*>(key));
+            std::memcpy(value, v, bytes);
         }
     }
 }
@@ -194,10 +195,11 @@ TARGET float weigh(const Query& query) {
 }
 
 // Queries: whose keys begin at the same position; of increasing numbers of keys.
-// memory: for unpacked heads, kKeysAtATime of them, and for what becomes the answers.
+// memory: for unpacked heads, kKeysAtATime of them, and for what becomes the answers. widest: of keys and values.
 template <class Keys, class Values>
-TARGET void answer(const Query* queries, int count, Keys keys, Values values, int64_t width, float* memory) {
+TARGET void answer(const Query* queries, int count, Keys keys, Values values, int64_t widest, float* memory) {
     const int64_t most = queries[count - 1].keys, step = std::min(Keys::kAtATime, most);
+    const int64_t width = keys.width, value_width = values.width;
     for (int64_t begin = 0; begin < most; begin += step) {
         const int64_t end = std::min(begin + step, most);
         const float* floats = keys.floats(begin, end, memory);
@@ -207,20 +209,20 @@ TARGET void answer(const Query* queries, int count, Keys keys, Values values, in
     }
     float divisors[kLanes];
     for (int n = 0; n < count; ++n) divisors[n] = weigh(queries[n]);
-    float* y = memory + kKeysAtATime * width;
-    std::fill(y, y + count * width, 0.0f);
+    float* y = memory + kKeysAtATime * widest;
+    std::fill(y, y + count * value_width, 0.0f);
     const int64_t apart = count > 1 ? queries[1].weights - queries[0].weights : 0;
     for (int64_t begin = 0; begin < most; begin += step) {
         const int64_t end = std::min(begin + step, most);
         const float* floats = values.floats(begin, end, memory);
         int n = 0;
         for (; n + 2 <= count; n += 2) {
-            mix_two<1>(queries + n, y + n * width, queries[n].weights, apart, floats, width, begin, end);
+            mix_two<1>(queries + n, y + n * value_width, queries[n].weights, apart, floats, value_width, begin, end);
         }
-        if (n < count) mix<1, 1>(y + n * width, queries[n].weights, 0, floats, width, begin, end);
+        if (n < count) mix<1, 1>(y + n * value_width, queries[n].weights, 0, floats, value_width, begin, end);
     }
     for (int n = 0; n < count; ++n) {
-        for (int64_t i = 0; i < width; ++i) queries[n].y[i] = y[n * width + i] / divisors[n];
+        for (int64_t i = 0; i < values.numbers(); ++i) queries[n].y[i] = y[n * value_width + i] / divisors[n];
     }
 }
 
@@ -230,31 +232,37 @@ constexpr int kManyQueries = kPart == kLanes ? 6 : 14;
 
 // Queries of any number up to 16, whose keys begin at the same position; of increasing numbers of keys.
 template <class Keys, class Values>
-TARGET void answer_all(const Query* queries, int count, Keys keys, Values values, int64_t width, float* memory) {
+TARGET void answer_all(const Query* queries, int count, Keys keys, Values values, int64_t widest, float* memory) {
     if (count >= kManyQueries) {
-        answer_lanes(queries, count, keys, values, width, memory);
+        answer_lanes(queries, count, keys, values, widest, memory);
     } else {
-        answer(queries, count, keys, values, width, memory);
+        answer(queries, count, keys, values, widest, memory);
     }
 }
 
+INLINE int64_t whole_lanes(int64_t width) { return (width + kLanes - 1) / kLanes * kLanes; }
+
 // The same, and what is mixed is mixed back. keys, values: the row's from its first position on.
 TARGET void answer_part(const CachedAttention& all, const Query* queries, int count, const uint8_t* keys,
-                        const uint8_t* values, float* memory) {
-    const int64_t width = all.width;
+                        const uint8_t* values, int64_t widest, float* memory) {
     keys += queries[0].first * all.key_bytes(), values += queries[0].first * all.value_bytes();
     if (!all.is_packed()) {
-        const auto floats = [&](const uint8_t* heads) {
-            return FloatHeads{reinterpret_cast<const float*>(heads), width};
-        };
-        answer_all(queries, count, floats(keys), floats(values), width, memory);
+        const auto *k = reinterpret_cast<const float*>(keys), *v = reinterpret_cast<const float*>(values);
+        const int64_t width = all.width, value_width = all.value_width;
+        if (width % kLanes == 0 && value_width % kLanes == 0) {
+            answer_all(queries, count, FloatHeads{k, width}, FloatHeads{v, value_width}, widest, memory);
+        } else {
+            const OddHeads odd_keys{k, width, whole_lanes(width)}, odd_values{v, value_width, whole_lanes(value_width)};
+            answer_all(queries, count, odd_keys, odd_values, widest, memory);
+        }
         return;
     }
+    const int64_t width = all.width;
     const PackedHeads<8> of_keys{keys, width};
     if (all.value_bits == 8) {
-        answer_all(queries, count, of_keys, PackedHeads<8>{values, width}, width, memory);
+        answer_all(queries, count, of_keys, PackedHeads<8>{values, width}, widest, memory);
     } else {
-        answer_all(queries, count, of_keys, PackedHeads<4>{values, width}, width, memory);
+        answer_all(queries, count, of_keys, PackedHeads<4>{values, width}, widest, memory);
     }
     for (int n = 0; n < count; ++n) mix_numbers(queries[n].y, width);
 }
@@ -270,35 +278,36 @@ TARGET void attend_part(void* item, size_t number) {
     const int64_t part = static_cast<int64_t>(number) % parts, head = static_cast<int64_t>(number) / parts;
     const int64_t row = head / all.kv_heads, kv_head = head % all.kv_heads;
     const int64_t first = part * kTokensOfPart, end = std::min(first + kTokensOfPart, all.tokens);
-    const int64_t place = head * all.positions, width = all.width;
+    const int64_t place = head * all.positions, width = whole_lanes(all.width);
+    const int64_t widest = std::max(width, whole_lanes(all.value_width));
     const uint8_t *keys = all.keys + place * all.key_bytes(), *values = all.values + place * all.value_bytes();
-    const int64_t most = (all.first[row] + end + kLanes - 1) / kLanes * kLanes;
+    const int64_t most = whole_lanes(all.first[row] + end);
     thread_local std::vector<Line> lines;  // Aligned: a vector that crosses lines of the cache takes twice as long.
-    lines.resize(static_cast<size_t>(kLanes * width + lanes_memory(most, width)) / kLanes);
+    lines.resize(static_cast<size_t>(kLanes * width + lanes_memory(most, widest)) / kLanes);
     float *rotated = lines.data()->numbers, *memory = rotated + kLanes * width;
-    float* weights = memory + (kKeysAtATime + kLanes) * width;
+    float* weights = memory + (kKeysAtATime + kLanes) * widest;
     Query queries[kLanes];
     int count = 0;
     const auto answer_them = [&] {
-        if (count) answer_part(all, queries, count, keys, values, memory);
+        if (count) answer_part(all, queries, count, keys, values, widest, memory);
         count = 0;
     };
     for (int64_t token = first; token < end; ++token) {
-        const int64_t begin = (row * all.tokens + token) * all.q_heads * width;
-        if (std::isnan(all.q[begin])) {  // An unused token: see matmul.cpp.
-            if (kv_head == 0) all.y[begin] = NAN;
+        const int64_t first_head = (row * all.tokens + token) * all.q_heads;
+        if (std::isnan(all.q[first_head * all.width])) {  // An unused token: see matmul.cpp.
+            if (kv_head == 0) all.y[first_head * all.value_width] = NAN;
             continue;
         }
-        const int64_t seen = all.first[row] + token + 1;
-        const int64_t from = all.window ? std::max(seen - all.window, int64_t{0}) : 0;
+        const int64_t position = all.first[row] + token, from = all.first_seen(position);
         if (count && queries[0].first != from) answer_them();
         for (int64_t q_head = kv_head * all.group(); q_head < (kv_head + 1) * all.group(); ++q_head) {
-            const int64_t of_head = begin + q_head * width;
             float* own = rotated + count * width;
-            rotate(all, all.q + of_head, row, token, all.scale, own);
+            rotate(all, all.q + (first_head + q_head) * all.width, row, token, all.scale, own);
+            std::fill(own + all.width, own + width, 0.0f);
             if (all.is_packed()) mix_numbers(own, width);
             const float sink = all.sinks ? all.sinks[q_head] : -INFINITY;
-            queries[count] = {own, from, seen - from, weights + count * most, all.y + of_head, all.softcap, sink};
+            float* y = all.y + (first_head + q_head) * all.value_width;
+            queries[count] = {own, from, position + 1 - from, weights + count * most, y, all.softcap, sink};
             if (++count == kLanes) answer_them();
         }
     }

@@ -1,7 +1,7 @@
 // Attention of up to 16 queries at a time, one in each lane of a vector. Keys and values are read once for all of them.
 // Each query's numbers are computed in the same order as alone, so they are the same bits.
 
-// Memory of 16 queries of ``width`` numbers: unpacked heads, what becomes the answers, the queries, and weights of
+// Memory of 16 queries, whose heads have ``width`` numbers at most: unpacked heads, what becomes the answers, the queries, and weights of
 // ``keys`` keys.
 inline int64_t lanes_memory(int64_t keys, int64_t width) {
     return kLanes * (keys + 2 * width) + kKeysAtATime * width;
@@ -39,10 +39,10 @@ INLINE void score_lanes(const float* queries, const float* keys, int64_t width, 
 
 // Queries: ``count`` of them, 1 to 16, whose keys begin at the same position; of increasing numbers of keys.
 template <class Keys, class Values>
-TARGET void answer_lanes(const Query* queries, int count, Keys keys, Values values, int64_t width, float* memory) {
-    const int64_t fewest = queries[0].keys, most = queries[count - 1].keys;
-    float *unpacked = memory, *y = unpacked + kKeysAtATime * width, *by_lane = y + kLanes * width;
-    float* weights = by_lane + kLanes * width;
+TARGET void answer_lanes(const Query* queries, int count, Keys keys, Values values, int64_t widest, float* memory) {
+    const int64_t fewest = queries[0].keys, most = queries[count - 1].keys, width = keys.width;
+    float *unpacked = memory, *y = unpacked + kKeysAtATime * widest, *by_lane = y + kLanes * widest;
+    float* weights = by_lane + kLanes * widest;
     int32_t numbers[kLanes];  // Of keys of each lane. Lanes without a query do the work of the last one.
     float sinks[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -85,17 +85,18 @@ TARGET void answer_lanes(const Query* queries, int count, Keys keys, Values valu
         sums[key % kLanes] += weight;
     }
     const Float divisors = sum_of_parts(sums) + exponential(sink - highest);
-    std::fill(y, y + count * width, 0.0f);
+    const int64_t value_width = values.width;
+    std::fill(y, y + count * value_width, 0.0f);
     for (int64_t begin = 0; begin < most; begin += kKeysAtATime) {
         const int64_t end = std::min(begin + kKeysAtATime, most);
         const float* floats = values.floats(begin, end, unpacked);
         int n = 0;
         for (; n + 2 <= count; n += 2) {
-            mix_two<kLanes>(queries + n, y + n * width, weights + n, 1, floats, width, begin, end);
+            mix_two<kLanes>(queries + n, y + n * value_width, weights + n, 1, floats, value_width, begin, end);
         }
-        if (n < count) mix<1, kLanes>(y + n * width, weights + n, 0, floats, width, begin, end);
+        if (n < count) mix<1, kLanes>(y + n * value_width, weights + n, 0, floats, value_width, begin, end);
     }
     for (int n = 0; n < count; ++n) {
-        for (int64_t i = 0; i < width; ++i) queries[n].y[i] = y[n * width + i] / divisors[n];
+        for (int64_t i = 0; i < values.numbers(); ++i) queries[n].y[i] = y[n * value_width + i] / divisors[n];
     }
 }

@@ -17,11 +17,12 @@ constexpr int64_t kFewNumbers = 1 << 15;  // Less work than this is done sooner 
 }  // namespace
 
 bool attend(CachedAttention all, const Threads& threads) {
-    const int64_t numbers = all.batch * all.tokens * all.kv_heads * all.width;
-    if (!run(threads, numbers < kFewNumbers, ON_THIS_PROCESSOR(write_token), all.batch * all.tokens, &all)) return false;
+    const int64_t tokens = all.batch * all.tokens;
+    const bool is_little = tokens * all.kv_heads * all.width < kFewNumbers;
+    if (all.k && !run(threads, is_little, ON_THIS_PROCESSOR(write_token), tokens, &all)) return false;
     int64_t longest = 0;
     for (int64_t row = 0; row < all.batch; ++row) longest = std::max(longest, all.first[row] + all.tokens);
-    const bool alone = all.batch * all.tokens * all.q_heads * all.width * longest < kFewNumbers;
+    const bool alone = tokens * all.q_heads * all.width * longest < kFewNumbers;
     const int64_t parts = (all.tokens + kTokensOfPart - 1) / kTokensOfPart;
     return run(threads, alone, ON_THIS_PROCESSOR(attend_part), all.batch * all.kv_heads * parts, &all);
 }

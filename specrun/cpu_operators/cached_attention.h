@@ -15,27 +15,33 @@ constexpr int64_t packed_bytes(int64_t width, int64_t bits) { return width * bit
 
 struct CachedAttention {
     int64_t batch, tokens, q_heads, kv_heads;
-    int64_t width;      // Of a head, a multiple of 16.
+    int64_t width;      // Of a query and a key.
+    int64_t value_width;
     int64_t rotated;    // Numbers of a head that are rotated, the first ones; 0: none.
     int64_t positions;  // Of the cache.
     int64_t window;     // Keys that a query sees at most, its own the last; 0: all up to its own.
+    int64_t chunk;      // A query sees keys of its own chunk of so many positions; 0: of all.
     bool interleaved;   // Pairs to rotate stand side by side; else they are half of ``rotated`` apart.
     bool angles_by_row;  // The rows of the batch have angles of their own.
     int64_t angles;      // Positions that ``cos`` and ``sin`` have; 0: they have tokens.
     float scale;
     float softcap;             // Scores become softcap * tanh(score / softcap); 0: they stay.
     const float* sinks;        // [q_heads]: a score more for every query, whose weight is dropped; null: none.
-    const float *q, *k, *v;    // [B, S, heads, width], not rotated
+    const float *q, *k, *v;    // [B, S, heads, width], not rotated; k and v are null where the cache has them already
     const float *cos, *sin;    // [B or 1, S, rotated / 2], or [angles, rotated / 2]
     const int64_t* first;      // [B]: the position of a row's first token
     int64_t value_bits;        // Of a number: 32: keys and values are floats. 8 or 4: codes, keys of 8; packed_heads.h
     uint8_t *keys, *values;    // [B, kv_heads, positions, bytes of one]: tokens of this pass are written here first
-    float* y;                  // [B, S, q_heads, width]
+    float* y;                  // [B, S, q_heads, value_width]
 
     int64_t group() const { return q_heads / kv_heads; }
     bool is_packed() const { return value_bits != 32; }
     int64_t key_bytes() const { return is_packed() ? packed_bytes(width, 8) : width * 4; }
-    int64_t value_bytes() const { return is_packed() ? packed_bytes(width, value_bits) : width * 4; }
+    int64_t value_bytes() const { return is_packed() ? packed_bytes(width, value_bits) : value_width * 4; }
+    int64_t first_seen(int64_t position) const {
+        if (window) return position < window ? 0 : position + 1 - window;
+        return chunk ? position / chunk * chunk : 0;
+    }
 };
 
 constexpr int64_t kTokensOfPart = 16;  // A part is an item of work.

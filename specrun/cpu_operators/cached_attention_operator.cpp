@@ -1,13 +1,15 @@
 // CachedAttention and PackedCachedAttention as ONNX Runtime sees them. The latter's cache has codes (packed_heads.h).
 //
-// Inputs: q [B, S, Hq, D], k and v [B, S, Hkv, D], in any division into axes; past keys and values [B, Hkv, P, D], all
-// float, or packed [B, Hkv, P, bytes of a head] uint8; write_indices [B] int64. These may be left out: cos and sin float,
-// of tokens [B or 1, S, R / 2], or of positions [positions, R / 2]; sinks [Hq] float, scores that join the softmax and
-// whose weights are dropped.
-// Outputs: y [B, S, Hq, D], or as q is divided; present keys and values, which are best the memory of the past ones.
-// Attributes: rotated (R), interleaved, window (0: none), scale; as_queries (1: y as q is divided) and softcap (scores
-// become softcap * tanh(score / softcap)), if they are there; and value_bits (8 or 4), where the cache is packed: keys
-// have 8.
+// Inputs: q [B, S, Hq, D], k [B, S, Hkv, D] and v [B, S, Hkv, Dv], in any division into axes; past keys and values
+// [B, Hkv, P, D or Dv], all float, or packed [B, Hkv, P, bytes of a head] uint8; write_indices [B] int64. These may be
+// left out: k and v, where the past ones have them already (q has its first two axes then); cos and sin float, of tokens
+// [B or 1, S, R / 2], or of positions [positions, R / 2]; sinks [Hq] float, scores that join the softmax and whose weights
+// are dropped.
+// Outputs: y [B, S, Hq, Dv], or as q is divided; where there are k and v, present keys and values, which are best the
+// memory of the past ones.
+// Attributes: rotated (R), interleaved, window (0: none), scale; if they are there, chunk (0: none), as_queries (1: y as q
+// is divided) and softcap (scores become softcap * tanh(score / softcap)); and value_bits (8 or 4), where the cache is
+// packed: keys have 8.
 #include <algorithm>
 #include <cstring>
 #include <initializer_list>
@@ -26,7 +28,7 @@ using ort::Tensor;
 
 struct Kernel {
     const void* const* api;
-    int64_t rotated, interleaved, window, as_queries, value_bits;
+    int64_t rotated, interleaved, window, chunk, as_queries, value_bits;
     float scale, softcap;
 };
 
@@ -49,12 +51,14 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "interleaved", &kernel->interleaved));
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "window", &kernel->window));
     RETURN_IF_FAILED(ort::float_attribute(api, info, "scale", &kernel->scale));
+    ort::ignore_failure(api, ort::integer_attribute(api, info, "chunk", &kernel->chunk));
     ort::ignore_failure(api, ort::integer_attribute(api, info, "as_queries", &kernel->as_queries));
     ort::ignore_failure(api, ort::float_attribute(api, info, "softcap", &kernel->softcap));
     kernel->value_bits = 32;
     if (kPacked) RETURN_IF_FAILED(ort::integer_attribute(api, info, "value_bits", &kernel->value_bits));
     const bool has_bits = !kPacked || kernel->value_bits == 8 || kernel->value_bits == 4;
-    if (!has_bits || kernel->rotated < 0 || kernel->rotated % 2 || kernel->window < 0 || !(kernel->softcap >= 0)) {
+    const bool is_odd = kernel->rotated < 0 || kernel->rotated % 2 || kernel->window < 0 || kernel->chunk < 0;
+    if (!has_bits || is_odd || (kernel->window && kernel->chunk) || !(kernel->softcap >= 0)) {
         return ort::fail(api, "CachedAttention: attributes out of range");
     }
     *made = kernel.release();
@@ -67,27 +71,28 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[kInputs], specrun::C
     const auto is = [](const Tensor& tensor, int64_t elements) {
         return tensor.elements == static_cast<size_t>(elements);
     };
-    if (past.axes != 4 || past.shape[3] <= 0) return false;
+    const Tensor &v = inputs[kV], &past_values = inputs[kPastValues];
+    if (past.axes != 4 || past_values.axes != 4 || past.shape[3] <= 0 || past_values.shape[3] <= 0) return false;
+    if (!std::equal(past_values.shape, past_values.shape + 3, past.shape)) return false;
     all->batch = past.shape[0], all->kv_heads = past.shape[1], all->positions = past.shape[2];
-    all->value_bits = kernel.value_bits, all->width = past.shape[3];
-    const Tensor& values = inputs[kPastValues];
+    all->value_bits = kernel.value_bits, all->width = past.shape[3], all->value_width = past_values.shape[3];
     if (all->is_packed()) {
         using specrun::kBlock;
-        all->width = past.shape[3] / specrun::packed_bytes(kBlock, 8) * kBlock;
+        all->width = all->value_width = past.shape[3] / specrun::packed_bytes(kBlock, 8) * kBlock;
         if (all->key_bytes() != past.shape[3] || all->width > specrun::kMostWidth) return false;
+        if (all->value_bytes() != past_values.shape[3]) return false;
     }
-    if (values.axes != 4 || values.shape[3] != (all->is_packed() ? all->value_bytes() : all->width)) return false;
-    if (!std::equal(values.shape, values.shape + 3, past.shape)) return false;
-    if (all->width % 16 || kernel.rotated > all->width) return false;
-    const int64_t each = all->batch * all->kv_heads * all->width;
-    if (!each || k.elements % each) return false;
-    all->tokens = static_cast<int64_t>(k.elements) / each;
-    if (!all->tokens || !q.elements || q.elements % k.elements) return false;
-    all->q_heads = static_cast<int64_t>(q.elements / k.elements) * all->kv_heads;
+    if (kernel.rotated > all->width || (kernel.as_queries && all->value_width != all->width)) return false;
+    const int64_t each = all->batch * all->kv_heads * all->width, queries = static_cast<int64_t>(q.elements);
+    if (!each || !k.data != !v.data || (k.data && k.elements % each)) return false;
+    all->tokens = k.data ? static_cast<int64_t>(k.elements) / each : q.axes >= 3 && q.shape[0] == all->batch ? q.shape[1] : 0;
+    if (!all->tokens || !queries || queries % each || queries / each % all->tokens) return false;
+    all->q_heads = queries / each / all->tokens * all->kv_heads;
     const Tensor& sinks = inputs[kSinks];
     if (sinks.elements && !is(sinks, all->q_heads)) return false;
     all->sinks = sinks.elements ? static_cast<const float*>(sinks.data) : nullptr;
-    if (!is(indices, all->batch) || inputs[kV].elements != k.elements) return false;
+    if (!is(indices, all->batch)) return false;
+    if (v.data && !is(v, static_cast<int64_t>(k.elements) / all->width * all->value_width)) return false;
     const Tensor& cos = inputs[kCos];
     const int64_t half = kernel.rotated / 2, angles = all->tokens * half;
     all->angles = cos.axes == 2 ? cos.shape[0] : 0;
@@ -114,19 +119,22 @@ Status* compute(void* pointer, ort::KernelContext* context) {
     if (!are_right(kernel, inputs, &all)) {
         return ort::fail(kernel.api, "CachedAttention: sizes that do not fit, or positions beyond the cache");
     }
-    const Tensor heads{nullptr, ort::Type::kFloat, 0, 4, {all.batch, all.tokens, all.q_heads, all.width}};
+    const Tensor heads{nullptr, ort::Type::kFloat, 0, 4, {all.batch, all.tokens, all.q_heads, all.value_width}};
     RETURN_IF_FAILED(ort::make_output(kernel.api, context, kY, kernel.as_queries ? inputs[kQ] : heads, &all.y));
-    RETURN_IF_FAILED(ort::make_output(kernel.api, context, kKeys, inputs[kPastKeys], &all.keys));
-    RETURN_IF_FAILED(ort::make_output(kernel.api, context, kValues, inputs[kPastValues], &all.values));
-    for (const auto& [past, present] : {std::pair{kPastKeys, all.keys}, std::pair{kPastValues, all.values}}) {
-        const Tensor& from = inputs[past];
-        if (from.data != present) std::memcpy(present, from.data, from.elements * (kPacked ? 1 : sizeof(float)));
+    all.keys = static_cast<uint8_t*>(inputs[kPastKeys].data), all.values = static_cast<uint8_t*>(inputs[kPastValues].data);
+    if (inputs[kK].data) {
+        RETURN_IF_FAILED(ort::make_output(kernel.api, context, kKeys, inputs[kPastKeys], &all.keys));
+        RETURN_IF_FAILED(ort::make_output(kernel.api, context, kValues, inputs[kPastValues], &all.values));
+        for (const auto& [past, present] : {std::pair{kPastKeys, all.keys}, std::pair{kPastValues, all.values}}) {
+            const Tensor& from = inputs[past];
+            if (from.data != present) std::memcpy(present, from.data, from.elements * (kPacked ? 1 : sizeof(float)));
+        }
     }
     const auto floats = [&](Input name) { return static_cast<const float*>(inputs[name].data); };
     all.q = floats(kQ), all.k = floats(kK), all.v = floats(kV), all.cos = floats(kCos), all.sin = floats(kSin);
     all.first = static_cast<const int64_t*>(inputs[kWriteIndices].data);
     all.rotated = kernel.rotated, all.interleaved = kernel.interleaved;
-    all.window = kernel.window, all.scale = kernel.scale, all.softcap = kernel.softcap;
+    all.window = kernel.window, all.chunk = kernel.chunk, all.scale = kernel.scale, all.softcap = kernel.softcap;
     ort::Pool pool{kernel.api, context};
     if (!specrun::attend(all, pool.threads())) {
         return ort::create_status(kernel.api, ort::kRuntimeException, "CachedAttention: no threads");
@@ -146,9 +154,12 @@ ort::CustomOp operator_of() {
         return kPacked && index != kY ? ort::Type::kUint8 : ort::Type::kFloat;
     };
     op.input_presence = [](const CustomOp*, size_t index) {
-        return index >= kCos ? ort::Presence::kOptional : ort::Presence::kRequired;
+        const bool may_be_left_out = index >= kCos || index == kK || index == kV;
+        return may_be_left_out ? ort::Presence::kOptional : ort::Presence::kRequired;
     };
-    op.output_presence = [](const CustomOp*, size_t) { return ort::Presence::kRequired; };
+    op.output_presence = [](const CustomOp*, size_t index) {
+        return index == kY ? ort::Presence::kRequired : ort::Presence::kOptional;
+    };
     op.create_kernel_or_fail = create<kPacked>;
     op.compute_or_fail = compute<kPacked>;
     return op;

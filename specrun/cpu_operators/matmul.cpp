@@ -13,8 +13,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#elif defined(__aarch64__)
-#include <arm_neon.h>
 #endif
 
 namespace specrun {
@@ -41,7 +39,7 @@ inline const Output& output_of(const Product& product, int64_t panel) {
 // Compute the activations of a row, where there is a prologue.
 inline const float* row_of(const Product& product, int64_t row) {
     if (product.activations.prologue != Prologue::kNone) {
-        make_row(product.activations, product.places[row], product.prepared + row * product.weight.inputs);
+        make_row(product.activations, product.places[row] / product.repeats, product.prepared + row * product.weight.inputs);
     }
     return product.x(row);
 }
@@ -50,102 +48,32 @@ inline size_t bytes_of(int64_t floats) { return static_cast<size_t>(floats) * si
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-// Plain C++: the definition of what the others compute.
-namespace plain {
+// Plain C++: the definition of what the others compute. ``unfused`` is for processors without fused multiply-adds, on
+// which the C library would take a hundred times as long; its bits are its own.
 #define TARGET
 #define OPERATION inline
-constexpr int kLanes = 16, kTileRows = 2, kPanelsOfFewRows = 1, kPanelsOfManyRows = 1;
-constexpr int kFewRowsOfFloats = 2, kTileRowsOfFloats = 4, kPanelsOfFloats = 2;
-template <int kBits>
-constexpr bool kUnsigned = true;
-struct Int {
-    int32_t lanes[16];
-};
-struct Codes {
-    uint8_t bytes[64];
-};
-struct Float {
-    float lanes[16];
-};
-#define EACH(expression)                                  \
-    Result result;                                        \
-    for (int i = 0; i < 16; ++i) result.lanes[i] = (expression); \
-    return result
-inline Float zero() { return {}; }
-inline Int spread(int32_t value) {
-    using Result = Int;
-    EACH(value);
-}
-inline Float spread(float value) {
-    using Result = Float;
-    EACH(value);
-}
-inline Int spread(const int8_t* four) {
-    int32_t value;
-    std::memcpy(&value, four, sizeof value);
-    return spread(value);
-}
-inline Int load(const uint8_t* codes) {
-    Int result;
-    std::memcpy(&result, codes, sizeof result);
-    return result;
-}
-inline Float load(const float* values) {
-    Float result;
-    std::memcpy(&result, values, sizeof result);
-    return result;
-}
-inline Float load_bfloat16(const uint16_t* upper) {
-    using Result = Float;
-    EACH(from_bfloat16(upper[i]));
-}
-inline Float load_float16(const uint16_t* halves) {
-    using Result = Float;
-    EACH(from_float16(halves[i]));
-}
-inline Float load_int8(const int8_t* numbers) {
-    using Result = Float;
-    EACH(static_cast<float>(numbers[i]));
-}
-inline void store(float* place, const Float& values) { std::memcpy(place, &values, sizeof values); }
-inline Int low_nibbles(const Int& packed) {
-    using Result = Int;
-    EACH(packed.lanes[i] & 0x0f0f0f0f);
-}
-inline Int high_nibbles(const Int& packed) {
-    using Result = Int;
-    EACH((packed.lanes[i] >> 4) & 0x0f0f0f0f);
-}
-template <int kBits>
-inline Int add_products(const Int& sums, const Int& codes, const Int& inputs) {
-    Int result = sums;
-    for (int i = 0; i < 16; ++i) {
-        uint8_t ours[4];
-        int8_t theirs[4];
-        std::memcpy(ours, &codes.lanes[i], 4);
-        std::memcpy(theirs, &inputs.lanes[i], 4);
-        for (int j = 0; j < 4; ++j) result.lanes[i] += ours[j] * theirs[j];
-    }
-    return result;
-}
-inline Float to_float(const Int& values) {
-    using Result = Float;
-    EACH(static_cast<float>(values.lanes[i]));
-}
-inline Float times(const Float& a, const Float& b) {
-    using Result = Float;
-    EACH(a.lanes[i] * b.lanes[i]);
-}
-inline Float multiply_add(const Float& a, const Float& b, const Float& c) {
-    using Result = Float;
-    EACH(std::fma(a.lanes[i], b.lanes[i], c.lanes[i]));
-}
-#undef EACH
+#define MULTIPLY_ADD(a, b, c) std::fma(a, b, c)
+namespace plain {
+#include "matmul_plain.h"
 #include "matmul_tile.h"
+bool is_supported() {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("fma");
+#else
+    return true;
+#endif
+}
+}  // namespace plain
+#undef MULTIPLY_ADD
+#define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
+namespace unfused {
+#include "matmul_plain.h"
+#include "matmul_tile.h"
+bool is_supported() { return true; }
+}  // namespace unfused
+#undef MULTIPLY_ADD
 #undef TARGET
 #undef OPERATION
-bool is_supported() { return true; }
-}  // namespace plain
 
 #if defined(__x86_64__)
 
@@ -302,6 +230,7 @@ const InstructionSet kInstructionSets[] = {
     INSTRUCTION_SET(avx2, Vectors::kAvx2),
 #endif
     INSTRUCTION_SET(plain, Vectors::kPlain),
+    INSTRUCTION_SET(unfused, Vectors::kPlain),
 };
 
 const InstructionSet* choose(const char* name) {
@@ -339,13 +268,14 @@ void multiply_part(void* item, size_t number) {
     }
 }
 
-// Divide ``rows`` rows into those that are computed and those that are NaN, as unused tokens are
+// Divide ``rows`` rows from number ``first`` on into those that are computed and those that are NaN, as unused tokens are
 // (specbuild/compilers/cpu/unused.py). Of the outputs of the latter, which are all NaN, the first one is written. Returns
 // how many rows are computed; the others stand last in ``places``.
-int64_t find_rows(const Product& product, int64_t rows, int64_t* places) {
+int64_t find_rows(const Product& product, int64_t first, int64_t rows, int64_t* places) {
     int64_t used = 0, left = rows;
-    for (int64_t row = 0; row < rows; ++row) {
-        const bool is_nan = std::isnan(product.activations.x[row * product.weight.inputs]);
+    for (int64_t number = first; number < first + rows; ++number) {
+        const int64_t row = product.chosen ? product.chosen[number] : number;
+        const bool is_nan = std::isnan(product.activations.x[row / product.repeats * product.weight.inputs]);
         places[is_nan ? --left : used++] = row;
     }
     return used;
@@ -359,9 +289,8 @@ constexpr int64_t kFewestRows = 64, kRowBytes = 1 << 18;
 
 bool multiply(Product product, const Threads& threads) {
     const Weight& weight = product.weight;
-    Activations& activations = product.activations;
     Rounded& rounded = product.rounded;
-    const bool has_prologue = activations.prologue != Prologue::kNone, has_codes = weight.bits != 32;
+    const bool has_prologue = product.activations.prologue != Prologue::kNone, has_codes = weight.bits != 32;
     const int64_t all_rows = product.rows, inputs = weight.inputs, blocks = has_codes ? weight.blocks() : 0;
     rounded.stride = has_codes ? (inputs + 63) / 64 * 64 + 64 : 0;
     // So many rows at a time stay in the L2 cache, together with the weights that they are multiplied by.
@@ -387,7 +316,7 @@ bool multiply(Product product, const Threads& threads) {
     rounded.codes = reinterpret_cast<int8_t*>(rounded.sums + scales);
     for (int64_t done = 0; done < all_rows; done += rows) {
         const int64_t now = std::min(rows, all_rows - done);
-        product.rows = find_rows(product, now, own_places);
+        product.rows = find_rows(product, done, now, own_places);
         product.places = own_places, product.nans = own_places + product.rows, product.num_nans = now - product.rows;
         const bool is_little = product.rows * inputs < kFewInputs;
         if ((has_prologue || has_codes) && !run(threads, is_little, prepare_row, product.rows, &product)) return false;
@@ -395,13 +324,6 @@ bool multiply(Product product, const Threads& threads) {
         const int64_t parts = (weight.panels + work.panels - 1) / work.panels;
         const bool alone = product.rows * inputs * weight.panels * kColumns < kFewProducts;
         if (!run(threads, alone, multiply_part, parts, &work)) return false;
-        activations.x += now * inputs;
-        if (activations.prologue != Prologue::kNormalized && activations.other) activations.other += now * inputs;
-        for (int i = 0; i < product.num_outputs; ++i) {
-            Output& output = product.outputs[i];
-            output.y += now * output.columns;
-            if (output.residual) output.residual += now * output.columns;
-        }
     }
     return true;
 }

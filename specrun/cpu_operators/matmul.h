@@ -20,6 +20,8 @@ inline int64_t panels_of(int64_t columns) { return (columns + kColumns - 1) / kC
 // How numbers are stored. Codes are int8, to be multiplied by a float32 that several blocks share.
 enum class Stored { kFloat32, kBfloat16, kFloat16, kCodes };
 
+inline int64_t bytes_of(Stored stored) { return stored == Stored::kFloat32 ? 4 : stored == Stored::kCodes ? 1 : 2; }
+
 // A number for each block of each column: scales, or minima.
 struct BlockValues {
     const void* values;    // [panels][blocks, or 1 for all of them][16]; null: there are none
@@ -31,6 +33,10 @@ struct BlockValues {
     int64_t place(int64_t panel, int64_t block) const { return panel * panel_values + block * block_values; }
     const float* unit(int64_t panel, int64_t block) const {
         return units + panel * panel_units + (block >> unit_shift) * kColumns;
+    }
+    void skip(int64_t panels) {
+        if (values) values = static_cast<const char*>(values) + panels * panel_values * bytes_of(stored);
+        if (units) units += panels * panel_units;
     }
 };
 
@@ -49,6 +55,14 @@ struct Weight {
     int64_t line_inputs() const { return 32 / bits; }
     int64_t lines_of_panel() const { return (inputs + line_inputs() - 1) / line_inputs(); }
     int64_t blocks() const { return (inputs + block - 1) / block; }
+    Weight part(int64_t first_panel, int64_t num_panels) const {
+        Weight weight = *this;
+        weight.panels = num_panels;
+        weight.lines = static_cast<const char*>(lines) + first_panel * lines_of_panel() * kLineBytes;
+        weight.scales.skip(first_panel), weight.minima.skip(first_panel);
+        if (zeros) weight.zeros += first_panel * blocks() * kColumns;
+        return weight;
+    }
 };
 
 // A part of the columns, which has its own tensor and begins with a panel.
@@ -73,9 +87,11 @@ struct Product {
     Weight weight;
     Activations activations;
     int64_t rows;
+    const int64_t* chosen;  // [rows]: the rows of the outputs that are computed; null: the first ones
+    int64_t repeats;        // Rows of the outputs, one behind the other, that have the same activations
     Output outputs[kMostOutputs];
     int num_outputs;
-    const int64_t* places;  // [rows]: where a row's activations and outputs are. Rows of NaN are left out.
+    const int64_t* places;  // [rows]: where a row's outputs are. Rows of NaN are left out.
     const int64_t* nans;    // [num_nans]: where the outputs of those are
     int64_t num_nans;
     float* prepared;        // [rows][K]: the activations, where there is a prologue
@@ -83,7 +99,7 @@ struct Product {
 
     // A row's activations, once the prologue has run.
     const float* x(int64_t row) const {
-        return activations.prologue == Prologue::kNone ? activations.x + places[row] * weight.inputs
+        return activations.prologue == Prologue::kNone ? activations.x + places[row] / repeats * weight.inputs
                                                        : prepared + row * weight.inputs;
     }
 };

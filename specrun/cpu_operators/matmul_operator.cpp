@@ -1,14 +1,19 @@
 // QuantizedMatMul and FloatMatMul as ONNX Runtime sees them.
 //
-// QuantizedMatMul: x [.., K] float, codes, scales, zeros, other float, residual float, units, minima, minimum units
-// FloatMatMul:     x [.., K] float, weight float, other float, residual float
+// QuantizedMatMul: x [.., K] float, codes, scales, zeros, other float, residual float, units, minima, minimum units,
+//                  experts [..] int64
+// FloatMatMul:     x [.., K] float, weight float, other float, residual float, experts [..] int64
 // -> y [.., N] float, perhaps several, whose columns lie side by side in the weight. The last inputs may be left out.
 // Attributes: K, N of each output; bits, block_size and middle of codes (see weight_tensors.h for all of theirs); made,
-// the Prologue (see activations.h), and its epsilon. Engines of before do not have the last three. A residual has y's shape, and there
-// is one output then.
+// the Prologue (see activations.h), and its epsilon; experts, the number of weights, one behind the other, of which a row
+// of y has the one that the input ``experts`` says (0: there is one for all). There may be several rows of y for each of
+// x. Engines of before do not have the last four. A residual has y's shape, and there is one output then.
+#include <algorithm>
 #include <iterator>
 #include <memory>
 #include <new>
+#include <numeric>
+#include <vector>
 
 #include "matmul.h"
 #include "operator.h"
@@ -22,20 +27,20 @@ using ort::Tensor;
 using ort::Type;
 
 constexpr Type kQuantizedInputs[] = {Type::kFloat, Type::kUint8, Type::kAny, Type::kInt8, Type::kFloat,
-                                     Type::kFloat, Type::kFloat, Type::kAny, Type::kFloat};
-constexpr Type kFloatInputs[] = {Type::kFloat, Type::kFloat, Type::kFloat, Type::kFloat};
+                                     Type::kFloat, Type::kFloat, Type::kAny, Type::kFloat, Type::kInt64};
+constexpr Type kFloatInputs[] = {Type::kFloat, Type::kFloat, Type::kFloat, Type::kFloat, Type::kInt64};
 constexpr size_t kNeededOfQuantized = 3, kNeededOfFloat = 2;
 
 struct Kernel {
     const void* const* api;
-    int64_t bits, inputs, block, middle, panels, prologue;
+    int64_t bits, inputs, block, middle, panels, prologue, experts;
     float epsilon;
     int64_t columns[specrun::kMostOutputs];
     size_t num_outputs;
 };
 
 struct Inputs {
-    Tensor x, other, residual;
+    Tensor x, other, residual, experts;
     specrun::WeightTensors weight;
 };
 
@@ -44,11 +49,11 @@ Status* read(const Kernel& kernel, ort::KernelContext* context, Inputs* inputs) 
     if constexpr (kHasCodes) {
         Tensor all[std::size(kQuantizedInputs)];
         RETURN_IF_FAILED(ort::read_all(kernel.api, context, kQuantizedInputs, all));
-        *inputs = {all[0], all[4], all[5], {all[1], all[2], all[6], all[7], all[8], all[3]}};
+        *inputs = {all[0], all[4], all[5], all[9], {all[1], all[2], all[6], all[7], all[8], all[3]}};
     } else {
         Tensor all[std::size(kFloatInputs)];
         RETURN_IF_FAILED(ort::read_all(kernel.api, context, kFloatInputs, all));
-        *inputs = {all[0], all[2], all[3], {}};
+        *inputs = {all[0], all[2], all[3], all[4], {}};
         inputs->weight.lines = all[1];
     }
     return nullptr;
@@ -57,13 +62,21 @@ Status* read(const Kernel& kernel, ort::KernelContext* context, Inputs* inputs) 
 // Types and sizes that agree with the attributes and with each other.
 bool are_right(const Kernel& kernel, const Inputs& inputs, specrun::Product* product) {
     specrun::Weight& weight = product->weight;
-    weight.bits = kernel.bits, weight.inputs = kernel.inputs, weight.panels = kernel.panels;
+    weight.bits = kernel.bits, weight.inputs = kernel.inputs;
+    weight.panels = kernel.panels * std::max(kernel.experts, int64_t{1});
     weight.block = kernel.block, weight.middle = static_cast<int32_t>(kernel.middle);
     const Tensor &x = inputs.x, &other = inputs.other, &residual = inputs.residual;
     const size_t width = static_cast<size_t>(kernel.inputs);
     if (x.axes < 1 || x.shape[x.axes - 1] != kernel.inputs) return false;
     if (!specrun::read_weight(inputs.weight, &weight)) return false;
-    product->rows = static_cast<int64_t>(x.elements / width);
+    product->rows = static_cast<int64_t>(x.elements / width), product->repeats = 1;
+    if (!kernel.experts != !inputs.experts.axes || inputs.experts.axes >= ort::kMostAxes) return false;
+    if (kernel.experts) {
+        const int64_t rows = static_cast<int64_t>(inputs.experts.elements);
+        if (product->rows ? rows % product->rows : rows) return false;
+        if (rows) product->repeats = rows / product->rows;
+        product->rows = rows;
+    }
     const auto prologue = static_cast<specrun::Prologue>(kernel.prologue);
     product->activations = {prologue, static_cast<const float*>(x.data), static_cast<const float*>(other.data),
                             kernel.inputs, kernel.epsilon};
@@ -74,10 +87,11 @@ bool are_right(const Kernel& kernel, const Inputs& inputs, specrun::Product* pro
     return kernel.num_outputs == 1 && residual.elements == outputs;
 }
 
-// Outputs have the shape of the first input, but for its last size.
+// Outputs have the shape of the first input, but for its last size; or that of ``experts``, and a last size.
 Status* make_outputs(const Kernel& kernel, ort::KernelContext* context, const Inputs& inputs,
                      specrun::Product* product) {
-    Tensor y = inputs.x;
+    Tensor y = kernel.experts ? inputs.experts : inputs.x;
+    y.axes += kernel.experts ? 1 : 0;
     size_t outputs = 0;
     RETURN_IF_FAILED(ort::count_outputs(kernel.api, context, &outputs));
     if (outputs != kernel.num_outputs) {
@@ -95,6 +109,30 @@ Status* make_outputs(const Kernel& kernel, ort::KernelContext* context, const In
     return nullptr;
 }
 
+// Multiply the rows of each expert by its weight; false where an expert is not there, or memory or threads fail.
+bool multiply_by_experts(const specrun::Product& product, const int64_t* experts, int64_t num_experts,
+                         const specrun::Threads& threads) {
+    thread_local std::vector<int64_t> ends, order;  // Where the rows of each expert end; their numbers, by expert.
+    ends.assign(static_cast<size_t>(num_experts) + 1, 0), order.resize(static_cast<size_t>(product.rows));
+    for (int64_t row = 0; row < product.rows; ++row) {
+        if (experts[row] < 0 || experts[row] >= num_experts) return false;
+        ++ends[static_cast<size_t>(experts[row]) + 1];
+    }
+    std::partial_sum(ends.begin(), ends.end(), ends.begin());
+    for (int64_t row = 0; row < product.rows; ++row) {
+        order[static_cast<size_t>(ends[static_cast<size_t>(experts[row])]++)] = row;
+    }
+    specrun::Product part = product;
+    const int64_t panels = product.weight.panels / num_experts;
+    for (int64_t expert = 0, begin = 0; expert < num_experts; ++expert) {
+        part.rows = ends[static_cast<size_t>(expert)] - begin, part.chosen = order.data() + begin;
+        begin += part.rows;
+        part.weight = product.weight.part(expert * panels, panels);
+        if (part.rows && !specrun::multiply(part, threads)) return false;
+    }
+    return true;
+}
+
 template <bool kHasCodes>
 Status* compute(void* pointer, ort::KernelContext* context) {
     const Kernel& kernel = *static_cast<const Kernel*>(pointer);
@@ -107,9 +145,11 @@ Status* compute(void* pointer, ort::KernelContext* context) {
     RETURN_IF_FAILED(make_outputs(kernel, context, inputs, &product));
     if (product.rows == 0) return nullptr;
     ort::Pool pool{kernel.api, context};
-    if (!specrun::multiply(product, pool.threads())) {
+    const auto* experts = static_cast<const int64_t*>(inputs.experts.data);
+    if (!(experts ? multiply_by_experts(product, experts, kernel.experts, pool.threads())
+                  : specrun::multiply(product, pool.threads()))) {
         return ort::create_status(kernel.api, ort::kRuntimeException,
-                                  "QuantizedMatMul, FloatMatMul: no memory or no threads");
+                                  "QuantizedMatMul, FloatMatMul: no such expert, no memory or no threads");
     }
     return nullptr;
 }
@@ -132,9 +172,12 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     RETURN_IF_FAILED(ort::integers_attribute(api, info, "N", kernel->columns, &kernel->num_outputs));
     ort::ignore_failure(api, ort::integer_attribute(api, info, "made", &kernel->prologue));
     ort::ignore_failure(api, ort::float_attribute(api, info, "epsilon", &kernel->epsilon));
+    ort::ignore_failure(api, ort::integer_attribute(api, info, "experts", &kernel->experts));
     constexpr int64_t kMost = 1 << 24;  // Products of all sizes stay within 64 bits.
     constexpr int64_t kLongestBlock = 1 << 16;  // Sums of products of 8-bit numbers stay within 32 bits.
+    constexpr int64_t kMostExperts = 1 << 10;
     bool sizes = kernel->inputs > 0 && kernel->inputs <= kMost && kernel->num_outputs > 0;
+    sizes = sizes && kernel->experts >= 0 && kernel->experts <= kMostExperts;
     for (size_t i = 0; i < kernel->num_outputs && sizes; ++i) {
         sizes = kernel->columns[i] > 0 && kernel->columns[i] <= kMost;
         if (sizes) kernel->panels += specrun::panels_of(kernel->columns[i]);

@@ -124,13 +124,32 @@ TARGET void unpack_heads(const uint8_t* heads, int64_t count, int64_t width, flo
     }
 }
 
-// The heads of a row's keys or values, from a position on.
+// The heads of a row's keys or values, from a position on. ``floats`` has those of begin to end, each of ``width`` numbers,
+// a multiple of 16; memory: for kAtATime of them. ``numbers`` are those that a head has.
 struct FloatHeads {
     const float* heads;
     int64_t width;
 
     static constexpr int64_t kAtATime = INT64_MAX / 2;
+    int64_t numbers() const { return width; }
     const float* floats(int64_t begin, int64_t, float*) const { return heads + begin * width; }
+};
+
+// Heads of any width. Zeros behind them change no sum.
+struct OddHeads {
+    const float* heads;
+    int64_t own_width, width;
+
+    static constexpr int64_t kAtATime = kKeysAtATime;
+    int64_t numbers() const { return own_width; }
+    const float* floats(int64_t begin, int64_t end, float* memory) const {
+        for (int64_t head = begin; head < end; ++head) {
+            float* place = memory + (head - begin) * width;
+            std::memcpy(place, heads + head * own_width, static_cast<size_t>(own_width) * sizeof(float));
+            std::fill(place + own_width, place + width, 0.0f);
+        }
+        return memory;
+    }
 };
 
 template <int kBits>
@@ -139,6 +158,7 @@ struct PackedHeads {
     int64_t width;
 
     static constexpr int64_t kAtATime = kKeysAtATime;
+    int64_t numbers() const { return width; }
     TARGET const float* floats(int64_t begin, int64_t end, float* memory) const {
         unpack_heads<kBits>(heads + begin * packed_bytes(width, kBits), end - begin, width, memory);
         return memory;

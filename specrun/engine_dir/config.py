@@ -27,7 +27,6 @@ from pydantic import (
 )
 
 from specrun import cpu_operators
-from specrun.engine_dir.bit_exact import BitExact
 from specrun.engine_dir.cache_tensors import LEAST_REPLAYS, CacheTensor, StateTensor, packed_caches, state_bytes
 from specrun.engine_dir.checksums import checksum_of, is_unchanged
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN, MARKOV_FILES, NOTHING_WANTED, past_names, present_names
@@ -345,8 +344,9 @@ class EngineConfig(Strict):
     io: list[Tensor]
     pass_times: PassTimes | None = None
     """Measured times of passes; None on a GPU, or for a draft head."""
-    bit_exact: BitExact | None = None
-    """Result of the probe of exactness to the bit; None if not probed, as on GPUs."""
+    exact_on: str | None = None
+    """Processor and runtime on which passes of every shape gave a row the same bits; None on a GPU, or for a draft
+    head."""
     tokenizer: TokenizerInfo | None
     eos_token_ids: list[int]
     pretrained_config: dict[str, Any]

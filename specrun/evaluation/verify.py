@@ -1,7 +1,7 @@
 """Whether a pair writes what its target alone writes, measured on the pair itself.
 
 Ids: every token of a text must be the target's own choice after the tokens before it: greedy and, for token acceptance,
-seeded. Verify passes and one-token passes round differently; where that decides it is a near-tie, and counted.
+seeded.
 Distribution: short texts of many seeds, drawn by the real loop, against the target's exact probabilities.
 """
 
@@ -21,8 +21,7 @@ from specrun.builder import BuildOptions, engines_of
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import EngineConfig, read_config
-from specrun.engine_dir.dtypes import DTYPES
-from specrun.errors import EngineDirError, RequestError
+from specrun.errors import BackendError, EngineDirError, RequestError
 from specrun.evaluation.fit import Fit, chi_squared, ranked
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
@@ -60,10 +59,8 @@ class Part:
     accepted: int = 0
     identical: int | None = None
     """Texts that are byte for byte the target's own; None where texts are not compared."""
-    near_ties: int = 0
-    """Tokens that are not the target's because of rounding. Where the pair is exact to the bit, none is excused so."""
     wrong: int = 0
-    """Tokens that are not the target's (draws: that it cannot draw) for any other reason."""
+    """Number of tokens that are not the target's (draws: that it cannot draw)."""
     example: str = ""
     fits: dict[str, Fit] = field(default_factory=dict)
 
@@ -87,19 +84,16 @@ class Part:
         self.evaluated += sum(request.stats.evaluated for request in requests)
         self.accepted += sum(request.stats.accepted for request in requests)
 
-    def differ(self, near: bool, place: str, token: int, own: int, logits: Floats) -> None:
+    def differ(self, place: str, token: int, own: int, logits: Floats) -> None:
         """Count a token that is not the target's own; logits [V] are the target's."""
-        self.near_ties += near
-        self.wrong += not near
-        if self.wrong == 1 and not near:
+        self.wrong += 1
+        if self.wrong == 1:
             self.example = f"{place}: {token} (logit {logits[token]:g}), the target has {own} ({logits[own]:g})"
 
-    def lines(self, bit_exact: bool) -> list[str]:
-        """The result in lines for people. bit_exact: see ``Verdict``."""
+    def lines(self) -> list[str]:
+        """The result in lines for people."""
         drafts = f"{self.accepted} of {self.evaluated} drafts accepted"
-        if not bit_exact:
-            drafts += f", near-ties {self.near_ties}"
-        elif self.identical is not None:
+        if self.identical is not None:
             drafts += f", {self.identical} equal byte for byte"
         wrong = [f"  {self.wrong} tokens are not the target's; {self.example}"] if self.wrong else []
         fits = [f"  {name}: {fit}" for name, fit in self.fits.items()]
@@ -113,8 +107,6 @@ class Verdict:
 
     parts: tuple[Part, ...]
     seconds: float
-    bit_exact: bool = False
-    """True if texts had to be the target's own to the byte; False if near-ties are excused."""
 
     @property
     def outcome(self) -> Outcome:
@@ -137,7 +129,7 @@ class Verdict:
             "or shorter prompts",
         }[self.outcome]
         return [
-            *(line for part in self.parts for line in part.lines(self.bit_exact)),
+            *(line for part in self.parts for line in part.lines()),
             f"{verdict} ({self.seconds:.0f} s)",
         ]
 
@@ -160,13 +152,18 @@ def verify(
     ``params`` are the settings of all texts, greedy ones at temperature 0; draws count seeds up from its seed. One
     batch of texts and FEWEST draws take their time in any case. ``report`` hears what is going on. Of ``options``,
     constraints count: then the target's logits are masked, by a matcher that no draft token has moved.
-    Raises RequestError, and what opening the pair raises.
+    Raises RequestError, BackendError where rounding may change the target's texts, and what opening the pair raises.
     """
     params, config = (params or WARM).seeded(), config or DraftTargetConfig()
     target_dir, draft_dir = engines_of(target, draft, build)
+    engine = read_config(target_dir, EngineConfig, EngineDirError, "specbuild engine")
+    if engine.backend.device != "cpu" and not engine.is_batch_invariant:
+        raise BackendError(
+            f"{target_dir}: an engine of {engine.backend.name} for GPUs, whose texts are exact up to near-ties only; "
+            "verify compares byte for byte: give one for the CPU, or of --backend cuda"
+        )
     if config.fixed_draft_len is None:
-        most = read_config(target_dir, EngineConfig, EngineDirError, "specbuild engine").build_config.max_draft_len
-        config = replace(config, draft_len=min(DRAFT_LEN, most) or None)
+        config = replace(config, draft_len=min(DRAFT_LEN, engine.build_config.max_draft_len) or None)
     with SpeculativeDecoder.open(target_dir, draft_dir, config, tokenizer_dir) as decoder:
         rounds = decoder.scheduler.round
         for note in decoder.notes:
@@ -186,7 +183,7 @@ def verify(
             report("short texts of many seeds, against the target's distribution")
             length = LENGTH if check.grammar else 2 * (rounds.max_draft_len + 1)  # Many may be forced.
             parts.append(check.draws("distribution", params, length, began + seconds))
-        return Verdict(tuple(parts), time.perf_counter() - began, decoder.exactness.on)
+        return Verdict(tuple(parts), time.perf_counter() - began)
 
 
 class _Check:
@@ -197,7 +194,6 @@ class _Check:
         self.decoder, self.target, self.prompts = decoder, target, prompts
         self.grammar: Grammar | None = None
         self.rows, self.positions = min(ROWS, build.max_batch_size), build.max_seq_len
-        self.noise = 0.0 if decoder.exactness.on else _noise(decoder.target)
         if not prompts:
             raise RequestError("no prompts: expected one or more")
 
@@ -213,8 +209,7 @@ class _Check:
                 if token != own:
                     differing.add(row)
                     place = f"prompt {part.texts + row + 1}, token {position - len(prompts[row]) + 1}"
-                    near = near_tie(logits, params, position, token, self.noise)
-                    part.differ(near, place, token, own, logits)
+                    part.differ(place, token, own, logits)
             part.add(batch)
             part.identical = (part.identical or 0) + len(batch) - len(differing)
         return part
@@ -239,8 +234,7 @@ class _Check:
                 ranks += np.histogram(ranked(drawn, probs, generator.random(len(drawn))), BINS, (0, 1))[0]
                 for at in np.flatnonzero(probs[np.arange(len(drawn)), drawn] == 0):
                     token, row = int(drawn[at]), logits[at]
-                    near = nearly_kept(row, params, token, self.noise)
-                    part.differ(near, f"draw {number + 1}, token {at + 1}", token, int(row.argmax()), row)
+                    part.differ(f"draw {number + 1}, token {at + 1}", token, int(row.argmax()), row)
             part.add(batch)
         part.fits["first tokens"] = chi_squared(firsts, expected)
         part.fits["all tokens by rank"] = chi_squared(ranks, np.full(ranks.shape, ranks.mean()))
@@ -280,13 +274,6 @@ class _Check:
         ]
 
 
-def _noise(target: EngineConfig) -> float:
-    """How far rounding may move a logit, as a share of the row's largest: the dtype's noise, or what a probe saw."""
-    seen = target.bit_exact.near_tie if target.bit_exact else 0.0
-    # A probe sees few tokens: what is rarest among many is about twice as far.
-    return max(DTYPES[target.graph.dtype].noise, 2 * seen)
-
-
 def _processors(request: Request) -> Iterator[Callable[[Floats], Floats]]:
     """What the request does to the logits [V] of each token of its output, found from the text before it alone."""
     counts = itertools.accumulate(request.output, TokenCounts.add, initial=TokenCounts.of(request.prompt))
@@ -304,28 +291,3 @@ def _processors(request: Request) -> Iterator[Callable[[Floats], Floats]]:
 def _process(logits: Floats, params: SamplingParams, seen: TokenCounts, mask: Mask | None) -> Floats:
     adjusted = apply_penalties(logits, params, seen)
     return adjusted if mask is None else apply_mask(adjusted, mask)
-
-
-def near_tie(logits: Floats, params: SamplingParams, position: int, token: int, noise: float) -> bool:
-    """Whether the target may choose ``token`` at ``position`` when rounding moves its logits [V] by ``noise``."""
-    own = sample(logits, params, position)
-    return any(sample(moved, loose, position) == token for moved, loose in _moved(logits, params, token, own, noise))
-
-
-def nearly_kept(logits: Floats, params: SamplingParams, token: int, noise: float) -> bool:
-    """Whether top-k and top-p may keep ``token`` when rounding moves the logits [V]."""
-    return any(probabilities(moved, loose)[token] > 0 for moved, loose in _moved(logits, params, token, token, noise))
-
-
-def _moved(
-    logits: Floats, params: SamplingParams, up: int, down: int, noise: float
-) -> list[tuple[Floats, SamplingParams]]:
-    distance = noise * float(np.abs(logits[np.isfinite(logits)]).max())
-    moved = logits.copy()
-    moved[down] -= distance
-    moved[up] = logits[up] + distance
-    if params.greedy or params.top_p == 1:
-        return [(moved, params)]
-    # The mass before a token moves with every logit; moving top_p does the same.
-    factors = (1, 1 - distance / params.temperature, 1 + distance / params.temperature)
-    return [(moved, replace(params, top_p=min(max(params.top_p * factor, 1e-9), 1.0))) for factor in factors]

@@ -46,7 +46,6 @@ from specrun.gpu.rows import DeviceRows
 from specrun.gpu.runner import DeviceRunner
 from specrun.request.request import Outcome, Request, num_accepted
 from specrun.sampling.sampler import SamplingParams
-from specrun.speculative.exactness import Exactness
 from specrun.speculative.round import Round, RoundResult, Rows, TargetLogits
 from specrun.text.masks import fill_masks
 
@@ -83,8 +82,9 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         self.rows = DeviceRows(self.device, *sizes, max_draft_len, use_logits)
         drafter = make_drafter(self.rows) if make_drafter and max_draft_len else None
         super().__init__(runner, drafter, max_draft_len, use_logits)
-        if target.config.is_batch_invariant:
-            self.exactness = Exactness(True, "")
+        if not target.config.is_batch_invariant:
+            name = target.config.backend.name
+            self.note = f"engines of {name} on GPUs are exact up to near-ties, those of --backend cuda to the bit"
         other_rows = drafter.other_rows if drafter else None
         self._all_rows = [self.rows, other_rows] if other_rows else [self.rows]
         positions = (max_rows, max_draft_len + 1)

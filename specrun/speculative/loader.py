@@ -21,7 +21,7 @@ from specrun.kv_cache import BLOCK
 from specrun.kv_cache.host_memory import free_memory, shortage
 from specrun.kv_cache.kept_states import block_bytes
 from specrun.runners.host_runner import ModelRunner
-from specrun.speculative.exactness import exactness_of
+from specrun.speculative.exactness import require_exact
 from specrun.speculative.host_round import HostRound
 from specrun.text.retokenizer import Translator
 
@@ -71,11 +71,11 @@ def open_on_host(
     blocks = cached_blocks_on_host([target, draft] if draft else [target], rows, config)
     pool, hosts = config.shared_thread_pool, target.rank_hosts
     backend = open_host_backend(target.directory, target.config, blocks, pool, hosts=hosts)
-    exactness = exactness_of(target.directory, backend, config.bit_exact)
+    note = require_exact(target.directory, backend)
     runner = ModelRunner(backend)
     drafter = host_drafter(draft, draft_len, blocks, runner.vocab_size, config, backend)
     rounds = HostRound(runner, drafter, draft_len, config.use_logits)
-    rounds.exactness = exactness
+    rounds.note = note
     return rounds
 
 

@@ -17,7 +17,6 @@ from specrun.request.request import Outcome, Request
 from specrun.runners.cached_texts import AnyRunner, CachedTexts
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import Floats
-from specrun.speculative.exactness import Exactness
 
 
 class EngineTimes(NamedTuple):
@@ -72,8 +71,8 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
 
     prefill_chunk_size: int
     """Number of prompt tokens that are prefilled between two rounds of other requests, which wait for them."""
-    exactness = Exactness()
-    """Tells if texts are the target's own to the bit."""
+    note = ""
+    """What people should know of how exact texts are; may be empty."""
     next_is_queued = False
     """True if the round of the next ``step`` is queued already. Before that step no row may change."""
     skips_unused_tokens = False

@@ -107,7 +107,7 @@ def test_texts_are_those_of_one_rank(engine: Any, family: str, convert: dict[str
     """Dense, heads that ranks share, a mixture, 4 bits, recurrent layers; sums are rounded in another order."""
     config = open_engine(engine(ranks, family, **convert))
     assert config.build_config.tp_size == ranks == len(config.graph.ranks)
-    assert config.bit_exact and config.bit_exact.shapes_agree, "passes of other shapes have other bits"
+    assert config.exact_on, "passes of other shapes have other bits"
     for one, several in zip(
         decode(engine(1, family, **convert)), decode(engine(ranks, family, **convert)), strict=True
     ):

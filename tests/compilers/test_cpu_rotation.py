@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from specbuild.compilers.cpu.attention import OPERATOR, fuse_cached_attention
-from specbuild.compilers.cpu.rotation import angles_by_position
+from specbuild.compilers.cpu.rotation import angles_by_position, look_up_by_position
 from specrun.engine_dir.config import GRAPH_NAME
 from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
 
@@ -48,6 +48,14 @@ def test_layers_share_the_tables(graph: ir.Model) -> None:
     assert layers[0].inputs[6:] == layers[1].inputs[6:]
     assert all(value is not None and value.is_initializer() for value in layers[0].inputs[6:])
     assert not {"Cos", "Sin", "Range"} & {node.op_type for node in graph.graph}
+
+
+def test_angles_that_no_attention_takes_are_looked_up(graph: ir.Model) -> None:
+    look_up_by_position(graph, LENGTH)
+    operators = {node.op_type for node in graph.graph}
+    assert not {"Cos", "Sin"} & operators and "RotaryEmbedding" in operators
+    tables = [node.inputs[0] for node in graph.graph if node.name and node.name.endswith(".of_tokens")]
+    assert [value.shape[0] for value in tables if value is not None and value.shape is not None] == [LENGTH] * 2
 
 
 def stretch_by_length(graph: ir.Model, cos: ir.Value) -> ir.Value:

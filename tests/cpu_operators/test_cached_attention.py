@@ -33,6 +33,11 @@ class Case(NamedTuple):
     """Below 32 heads are packed, and keys have 8."""
     softcap: float = 0.0
     has_sinks: bool = False
+    value_width: int = 0
+    """0: as wide as keys."""
+    chunk: int = 0
+    is_written: bool = False
+    """The cache has the pass's keys and values already, and the operator gets none."""
 
 
 CASES = {
@@ -46,6 +51,12 @@ CASES = {
     "wide": Case(2, 2, 256, 256),
     "soft-capped scores": Case(rotated=64, softcap=0.7),
     "sinks": Case(6, 2, 32, has_sinks=True),
+    "keys wider than values": Case(4, 4, 48, value_width=32),
+    "values wider than keys": Case(4, 2, 16, 16, value_width=48),
+    "an odd width": Case(4, 2, 20, 20),
+    "odd widths": Case(8, 1, 100, 50, value_width=24),
+    "chunks": Case(rotated=64, chunk=7),
+    "a written cache": Case(4, 2, 48, value_width=32, is_written=True),
     "a window, soft-capped scores and sinks": Case(8, 2, 64, 64, window=7, softcap=0.7, has_sinks=True),
 }
 PACKED = {
@@ -77,6 +88,7 @@ def session(case: Case, threads: int = 1, by_position: bool = False) -> Any:
     cache = ir.DataType.FLOAT if case.value_bits == 32 else ir.DataType.UINT8
     kinds = {"first": ir.DataType.INT64, "keys": cache, "values": cache}
     left_out = {*([] if case.rotated else ["cos", "sin"]), *([] if case.has_sinks else ["sinks"])}
+    left_out |= {"k", "v"} if case.is_written else set()
     axes = {"keys": 4, "values": 4, "first": 1, "sinks": 1, **dict.fromkeys(("cos", "sin"), 2 if by_position else 3)}
     places = [
         None
@@ -90,12 +102,12 @@ def session(case: Case, threads: int = 1, by_position: bool = False) -> Any:
     ]
     inputs = [value for value in places if value is not None]
     attributes = {**case._asdict(), "interleaved": int(case.interleaved), "scale": case.width**-0.5}
-    for name in ("q_heads", "kv_heads", "width", "value_bits", "has_sinks"):
+    for name in ("q_heads", "kv_heads", "width", "value_bits", "has_sinks", "value_width", "is_written"):
         del attributes[name]
     attributes |= {"value_bits": case.value_bits} if case.value_bits < 32 else {}
     operator = OPERATOR if case.value_bits == 32 else PACKED_OPERATOR
-    node = ir.node(operator, places, attributes, domain=cpu_operators.DOMAIN, num_outputs=3)
-    for output, name in zip(node.outputs, ("y", "new_keys", "new_values"), strict=True):
+    node = ir.node(operator, places, attributes, domain=cpu_operators.DOMAIN, num_outputs=1 if case.is_written else 3)
+    for output, name in zip(node.outputs, ("y", "new_keys", "new_values"), strict=False):
         output.name, output.type = name, ir.TensorType(ir.DataType.FLOAT if name == "y" else cache)
         output.shape = ir.Shape([f"{name}.{axis}" for axis in range(4)])
     imports = {"": 23, cpu_operators.DOMAIN: cpu_operators.VERSION}
@@ -108,14 +120,18 @@ def session(case: Case, threads: int = 1, by_position: bool = False) -> Any:
     return ort.InferenceSession(graphs.to_bytes(model), options, providers=["CPUExecutionProvider"])
 
 
+def _value_width(case: Case) -> int:
+    return case.value_width or case.width
+
+
 def made(case: Case, tokens: int, *first: int, positions: int = POSITIONS) -> Pass:
     """A pass of rows with caches up to ``first``, and junk behind that. A row's numbers depend on its place alone."""
     rows: list[list[Floats]] = []
     for row in range(len(first)):
         random = np.random.default_rng(row)
         q, k, v = (
-            random.standard_normal((POSITIONS, heads * case.width)).astype(np.float32)
-            for heads in (case.q_heads, case.kv_heads, case.kv_heads)
+            random.standard_normal((POSITIONS, size)).astype(np.float32)
+            for size in (case.q_heads * case.width, case.kv_heads * case.width, case.kv_heads * _value_width(case))
         )
         angles = random.uniform(0, 6, (POSITIONS, case.rotated // 2)).astype(np.float32)
         rows.append([q, k, v, np.cos(angles), np.sin(angles)])
@@ -127,12 +143,13 @@ def made(case: Case, tokens: int, *first: int, positions: int = POSITIONS) -> Pa
         if case.value_bits < 32:  # Scales are not numbers.
             size = CacheTensor(heads=1, head_dim=case.width).packed(case.value_bits if index == 2 else 8).head_dim
             return np.full((len(rows), case.kv_heads, positions, size), 255, np.uint8)
-        whole = np.full((len(rows), case.kv_heads, positions, case.width), np.nan, np.float32)
+        width, written = _value_width(case) if index == 2 else case.width, tokens if case.is_written else 0
+        whole = np.full((len(rows), case.kv_heads, positions, width), np.nan, np.float32)
         for number, (row, begin) in enumerate(zip(rows, first, strict=True)):
-            heads = row[index].reshape(POSITIONS, case.kv_heads, case.width)
+            heads = row[index].reshape(POSITIONS, case.kv_heads, width)
             if index == 1:
                 heads = rotate(heads, row[3][:, None], row[4][:, None], case).astype(np.float32)
-            whole[number, :, :begin] = heads[:begin].swapaxes(0, 1)
+            whole[number, :, : begin + written] = heads[: begin + written].swapaxes(0, 1)
         return whole
 
     sinks = np.linspace(-1, 3, case.q_heads, dtype=np.float32)
@@ -152,17 +169,21 @@ def rotate(heads: npt.NDArray[Any], cos: npt.NDArray[Any], sin: npt.NDArray[Any]
 def expected(case: Case, given: Pass) -> npt.NDArray[np.float64]:
     """In float64: [B, S, Hq, D]."""
     batch, tokens = given.q.shape[:2]
-    q, k, v = (x.reshape(batch, tokens, -1, case.width).astype(np.float64) for x in given[:3])
+    widths = (case.width, case.width, _value_width(case))
+    q, k, v = (
+        x.reshape(batch, tokens, -1, width).astype(np.float64) for x, width in zip(given[:3], widths, strict=True)
+    )
     if case.rotated:
         q, k = (rotate(x, given.cos[:, :, None], given.sin[:, :, None], case) for x in (q, k))
-    found = np.zeros_like(q)
+    found = np.zeros((*q.shape[:3], widths[2]))
     for row, begin in enumerate(given.first):
         keys, values = (cache[row, :, :begin].astype(np.float64) for cache in (given.keys, given.values))
         keys = np.concatenate([keys, k[row].swapaxes(0, 1)], 1)
         values = np.concatenate([values, v[row].swapaxes(0, 1)], 1)
         for token in range(tokens):
             end = begin + token + 1
-            seen = slice(max(0, end - case.window) if case.window else 0, end)
+            start = (end - 1) // case.chunk * case.chunk if case.chunk else 0
+            seen = slice(max(0, end - case.window) if case.window else start, end)
             for head in range(case.q_heads):
                 own = head * case.kv_heads // case.q_heads
                 scores = keys[own, seen] @ q[row, token, head] * case.width**-0.5
@@ -176,7 +197,8 @@ def expected(case: Case, given: Pass) -> npt.NDArray[np.float64]:
 
 def run(session: Any, given: Pass) -> tuple[Floats, npt.NDArray[Any], npt.NDArray[Any]]:
     names = [one.name for one in session.get_inputs()]
-    y, keys, values = session.run(None, {name: getattr(given, name) for name in names})
+    y, *caches = session.run(None, {name: getattr(given, name) for name in names})
+    keys, values = caches or (given.keys, given.values)
     return y, keys, values
 
 

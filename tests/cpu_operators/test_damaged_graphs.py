@@ -82,6 +82,15 @@ def product_with_minima() -> Node:
     return Node("QuantizedMatMul", inputs, attributes, 1)
 
 
+def experts() -> Node:
+    """Two weights of 40 inputs and 20 columns; three tokens choose two each."""
+    attributes = {"K": 40, "N": [20], "experts": 2}
+    left_out = {"": floats(0), " ": floats(0)}
+    chosen = np.array([[0, 1], [1, 0], [1, 1]])
+    inputs = {"x": floats(3, 40), "weight": floats(2 * 2 * 40 * 16), **left_out, "chosen": chosen}
+    return Node("FloatMatMul", inputs, attributes, 1)
+
+
 def recurrent_attention() -> Node:
     inputs: dict[str, npt.NDArray[Any]] = {"q": floats(2, 3, 32), "k": floats(2, 3, 32), "v": floats(2, 3, 48)}
     inputs |= {"decay": -np.abs(floats(2, 3, 2)), "state": floats(2, 2, 16, 24), "kept": floats(2, 8, 84)}
@@ -110,6 +119,7 @@ NODES = {
     "quantized product": quantized_product(False),
     "scales in 16 bits": quantized_product(True),
     "minima": product_with_minima(),
+    "experts": experts(),
     "recurrent attention": recurrent_attention(),
     "convolution": convolution(),
     "lookup": lookup(),

@@ -9,7 +9,7 @@ import pytest
 
 from specbuild.compilers.cpu.formats import prepare
 from specbuild.graph import ops as graphs
-from tests.helpers.own_products import choose_instruction_set, session
+from tests.helpers.own_products import Form, choose_instruction_set, packed, product_graph, session
 
 SIZES = [(256, 64), (100, 17), (52, 1), (7, 130), (1000, 100), (64, 1100)]
 """[K, N]"""
@@ -38,7 +38,7 @@ def product(*weights: npt.NDArray[np.float32], dtype: str = "float32", is_transp
         y.name, y.type = f"y{number}", kind
         graph.outputs.append(y)
     model = ir.Model(graph, ir_version=10)
-    prepare(model, own_products=True)
+    prepare(model)
     assert {node.op_type for node in model.graph} == {"FloatMatMul"}
     return model
 
@@ -58,6 +58,23 @@ def test_it_is_the_product_and_bits_depend_on_the_row_alone(size: tuple[int, int
         for rows in (*range(1, 12), 16, 23):
             for part in (slice(rows), slice(23 - rows, 23)):
                 np.testing.assert_array_equal(opened.run(None, {"x": x[part]})[0], wanted[part])
+
+
+@pytest.mark.parametrize("form", [None, Form("int4", 32), Form("int8", None)], ids=["float32", "int4", "int8"])
+def test_without_fused_multiply_adds_bits_depend_on_the_row_alone_too(form: Form | None) -> None:
+    """They are other bits than those of other processors."""
+    weight, x = numbers(100, 70), numbers(23, 100)
+    model = product(weight) if form is None else product_graph(packed(form, 100, 70))
+    choose_instruction_set(None)
+    (wanted,) = session(model).run(None, {"x": x})
+    assert choose_instruction_set("unfused")
+    try:
+        (found,) = session(model).run(None, {"x": x})
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4 * np.abs(wanted).max())
+        for rows in (1, 2, 3, 5, 9):
+            np.testing.assert_array_equal(session(model, 2).run(None, {"x": x[:rows]})[0], found[:rows])
+    finally:
+        choose_instruction_set(None)
 
 
 def test_rows_of_nan_are_left_out(instruction_set: str) -> None:

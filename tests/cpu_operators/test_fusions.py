@@ -40,7 +40,7 @@ def own(form: Form | None, activation: str = "Sigmoid") -> ir.Model:
     model = mlp(weights(), activation)
     if form:
         quantize(model, form)
-    prepare(model, own_products=True)
+    prepare(model)
     return model
 
 
@@ -80,7 +80,7 @@ def test_quantized_products_round_what_they_make(form: Form) -> None:
     fused, plain = own(form), mlp(weights())
     plain.graph.outputs.extend([plain.graph[0].outputs[0], plain.graph[-3].outputs[0]])
     quantize(plain, form)
-    prepare(plain, own_products=True)
+    prepare(plain)
     assert [node.op_type for node in fused.graph] == ["QuantizedMatMul"] * 2
     assert {"RMSNormalization", "Mul"} <= {node.op_type for node in plain.graph}
     x = inputs(2, 5)
@@ -95,7 +95,7 @@ def test_what_others_read_stays_a_node() -> None:
     model = mlp(weights())
     norm = next(node for node in model.graph if node.op_type == "RMSNormalization")
     model.graph.outputs.append(norm.outputs[0])
-    prepare(model, own_products=True)
+    prepare(model)
     assert [node.op_type for node in model.graph] == ["RMSNormalization", "FloatMatMul", "FloatMatMul"]
     x = inputs(1, 3)
     found = session(model).run(None, {"x": x})
@@ -110,7 +110,7 @@ def test_a_sum_with_a_bias_is_none_with_the_residual_stream() -> None:
     bias: Any = ir.Value(name="bias", const_value=ir.Tensor(np.ones(WIDTH, np.float32)), shape=ir.Shape([WIDTH]))
     model.graph.register_initializer(bias)
     add.replace_input_with(0, bias)
-    prepare(model, own_products=True)
+    prepare(model)
     assert [node.op_type for node in model.graph] == ["FloatMatMul", "FloatMatMul", "Add"]
 
 

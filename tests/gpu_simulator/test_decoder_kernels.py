@@ -159,11 +159,11 @@ def test_bits_do_not_depend_on_what_a_pass_has_beside(
 def test_texts_with_drafts_are_the_targets_own(engine_of: Callable[..., Path]) -> None:
     """To the bit, log-probabilities too: random requests in batches that come and go, with random drafters."""
     target, drafts = engine_of("llama3.2"), [engine_of("llama3.2", seed=2), engine_of("qwen3", seed=2)]
-    tally = fuzz(target, [*drafts, target], 48, seed=1, bit_exact=True)
+    tally = fuzz(target, [*drafts, target], 48, seed=1)
     assert (tally.different_texts, tally.different_logprobs) == (0, 0)
     assert tally.accepted > 50
     with SpeculativeDecoder.open(target, drafts[0], DraftTargetConfig(3, cuda_graph=False)) as decoder:
-        assert decoder.exactness.on
+        assert not decoder.notes
         decode(decoder, again := [Request([5, 9, 200], SamplingParams(0.9, seed=1), 20)])
     with SpeculativeDecoder.open(target) as decoder:
         decode(decoder, alone := [Request([5, 9, 200], SamplingParams(0.9, seed=1), 20)])
@@ -240,7 +240,7 @@ def test_verify_and_score_read_the_targets_logits(engine_of: Callable[..., Path]
     """Texts must be those of the target to the byte; a text is as probable as on the CPU."""
     target, draft = engine_of("llama3.2"), engine_of("qwen3", seed=2)
     verdict = verify(target, draft, [[5, 9, 200], [17]], SamplingParams(), DraftTargetConfig(3), seconds=1)
-    assert verdict.bit_exact and verdict.good, verdict.lines()
+    assert verdict.good, verdict.lines()
     cpu = make_engine(target.parent / "onnx", target.parent / "cpu")
     own, other = (score(engine, "draft tokens are checked by the target").logprobs for engine in (target, cpu))
     assert np.abs(np.array(own)[:, 1] - np.array(other)[:, 1]).max() < 0.05

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from specbuild.graph.causal_mask import causal_window, drop_causal_masks
+from specbuild.graph.causal_mask import SeenKeys, drop_causal_masks, seen_keys
 from specrun.backends.ort import require_release
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
@@ -41,10 +41,18 @@ def mask(rule: str) -> ir.Value:
             => (bool[batch, 1, sequence, cache_length] mask)
         <int64 zero = {{0}}, int64 one = {{1}}, int64 six = {{6}}, int64 long = {{{CACHE_LENGTH}}}, bool yes = {{1}},
          int64[1] axis1 = {{1}}, int64[2] axes13 = {{1, 3}}, int64[3] axes012 = {{0, 1, 2}},
-         int64[3] axes013 = {{0, 1, 3}}>
+         int64[3] axes013 = {{0, 1, 3}}, int64 three = {{3}}>
         {{ {POSITION} {rule} }}"""
     )
     return model.graph.outputs[0]
+
+
+def chunk(size: str, other: str = "") -> str:
+    return f"""own = Div (position, {size})
+    others = Div (key, {other or size})
+    inside = Equal (own, others)
+    causal = LessOrEqual (key, position)
+    mask = And (inside, causal)"""
 
 
 def window(size: str) -> str:
@@ -58,31 +66,36 @@ def window(size: str) -> str:
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
-        (CAUSAL, True),
-        ("mask = GreaterOrEqual (position, key)", True),
-        (window("long"), True),  # As long as the cache: it hides nothing.
-        (window("six"), False),
-        ("mask = Less (key, position)", False),
-        ("next = Add (position, one)\n mask = LessOrEqual (key, next)", False),
-        ("mask = LessOrEqual (position, key)", False),
-        ("mask = LessOrEqual (keys, key)", False),
-        ("column = Unsqueeze (keys, axes013)\n mask = LessOrEqual (column, position)", False),
+        (CAUSAL, SeenKeys()),
+        ("mask = GreaterOrEqual (position, key)", SeenKeys()),
+        (window("long"), SeenKeys()),  # As long as the cache: it hides nothing.
+        (window("six"), SeenKeys(window=6)),
+        (window("one"), SeenKeys(window=1)),
+        (chunk("long"), SeenKeys()),
+        (chunk("six"), SeenKeys(chunk=6)),
+        (chunk("three"), SeenKeys(chunk=3)),
+        (chunk("six", "three"), None),
+        ("mask = Less (key, position)", None),
+        ("next = Add (position, one)\n mask = LessOrEqual (key, next)", None),
+        ("mask = LessOrEqual (position, key)", None),
+        ("mask = LessOrEqual (keys, key)", None),
+        ("column = Unsqueeze (keys, axes013)\n mask = LessOrEqual (column, position)", None),
         # Rules that are not read: the first one is causal all the same, the second depends on the tokens.
-        ("later = Greater (key, position)\n mask = Not (later)", False),
+        ("later = Greater (key, position)\n mask = Not (later)", None),
         (
             "ids = Unsqueeze (input_ids, axes13)\n causal = LessOrEqual (key, position)\n"
             "word = Greater (ids, zero)\n mask = And (word, causal)",
-            False,
+            None,
         ),
     ],
 )
-def test_a_mask_is_causal_only_if_it_is_proved(rule: str, expected: bool) -> None:
-    assert (causal_window(mask(rule), CACHE_LENGTH) == CACHE_LENGTH) is expected
+def test_a_mask_is_causal_only_if_it_is_proved(rule: str, expected: SeenKeys | None) -> None:
+    assert seen_keys(mask(rule), CACHE_LENGTH) == expected
 
 
 def test_a_window_that_a_longer_cache_needs_is_not_dropped() -> None:
-    assert causal_window(mask(window("long")), CACHE_LENGTH) == CACHE_LENGTH
-    assert causal_window(mask(window("long")), CACHE_LENGTH + 1) != CACHE_LENGTH + 1
+    assert seen_keys(mask(window("long")), CACHE_LENGTH) == SeenKeys()
+    assert seen_keys(mask(window("long")), CACHE_LENGTH + 1) == SeenKeys(window=CACHE_LENGTH)
 
 
 def test_heads_that_flash_attention_does_not_take_keep_their_mask(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def product_graph(*weights: Packed) -> ir.Model:
     model = ir.Model(graph, ir_version=10)
     for product, weight in zip(weighted_matmuls(model), weights, strict=True):
         quantize_matmul(model, product, weight)
-    prepare(model, own_products=True)
+    prepare(model)
     return model
 
 

@@ -32,15 +32,15 @@ def parameters(config: Path) -> dict[str, Any]:
 def test_links_and_settings(engines: Path, tmp_path: Path) -> None:
     pair = ("--engine_dir", engines / "target", "--draft_engine_dir", engines / "draft")
     output = tmp_path / "models"
-    options = ("--draft_len", 3, "--acceptance", "logits", "--bit_exact", "--max_queue", 7)
+    options = ("--draft_len", 3, "--acceptance", "logits", "--max_queue", 7)
     assert run(*pair, "--output_dir", output, *options).exit_code == 0
     assert (output / "speculative/1/target").resolve() == (engines / "target").resolve()
     assert (output / "speculative/1/draft").resolve() == (engines / "draft").resolve()
     assert not (output / "target/1/draft").exists()
     settings = parameters(output / "speculative/config.pbtxt")
     assert settings.pop("max_queue") == 7
-    assert DraftTargetConfig(**settings) == DraftTargetConfig(3, use_logits=True, bit_exact=True)
-    assert parameters(output / "target/config.pbtxt") == {"max_queue": 7, "bit_exact": True}
+    assert DraftTargetConfig(**settings) == DraftTargetConfig(3, use_logits=True)
+    assert parameters(output / "target/config.pbtxt") == {"max_queue": 7}
     assert (output / "probe.py").stat().st_mode & 0o100
     again = run(*pair, "--output_dir", output)
     assert again.exit_code == 1 and "--force" in again.output

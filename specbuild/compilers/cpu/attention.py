@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnxscript.rewriter.pattern import Pattern
 
 from specbuild.compilers.cpu.fusions import normalizes, residual_of
 from specbuild.compilers.cpu.rotation import Angles, angles_by_position
 from specbuild.graph.attention_layers import AttentionLayer, attention_layers
-from specbuild.graph.causal_mask import causal_window
+from specbuild.graph.causal_mask import SeenKeys, seen_keys
 from specbuild.graph.kv_cache_qdq import drop_cache_factors, drop_cache_rounding
+from specbuild.graph.scales import constant
 from specrun.cpu_operators import DOMAIN, VERSION
 from specrun.engine_dir.cache_tensors import PACKED_BLOCK, CacheTensor
 from specrun.engine_dir.config import ValueBits
@@ -27,8 +29,6 @@ from specrun.engine_dir.contract import WRITE_INDICES
 OPERATOR, PACKED_OPERATOR = "CachedAttention", "PackedCachedAttention"
 _MOST_PACKED = 1024
 """The widest head that is packed."""
-_LANES = 16
-"""The width of a head is a multiple of this."""
 _SWAPPED = (0, 2, 1, 3)
 """[B, S, H, D] <-> [B, H, S, D]"""
 
@@ -38,7 +38,7 @@ class _Heads(NamedTuple):
 
     tokens: ir.Value
     """B x S x H x D numbers in this order; how they are divided into axes does not matter."""
-    rotation: ir.Node | None
+    rotation: ir.Node | None = None
 
 
 def pack_attention(model: ir.Model, cache_length: int, value_bits: ValueBits) -> bool:
@@ -56,11 +56,12 @@ def fuse_cached_attention(model: ir.Model, cache_length: int, value_bits: ValueB
     """Replace attention that the operator can stand for, in a graph in float32, in place. Returns in how many layers.
 
     value_bits: of the codes of values, beside keys in 8 bits; None: both are float32. Only where the mask is proved to
-    be causal in a cache of ``cache_length``, perhaps within a window, and a head has as many numbers in values as in
-    keys, in multiples of 16; of 32 where they are packed.
+    be what ``SeenKeys`` says in a cache of ``cache_length``. Heads in codes have as many numbers in values as in keys,
+    in multiples of 32. Keys and values that are computed of what a cache holds are read as they are: latent attention.
     """
-    graph, windows, count = model.graph, dict[ir.Value, int | None](), 0
+    graph, count, seen_by_mask = model.graph, 0, dict[ir.Value, SeenKeys | None]()
     _normalize_heads_first(graph)
+    _rotate_whole_heads(model)
 
     @cache
     def tables(cos: ir.Value, sin: ir.Value) -> Angles:
@@ -68,10 +69,10 @@ def fuse_cached_attention(model: ir.Model, cache_length: int, value_bits: ValueB
         return angles_by_position(graph, (cos, sin), cache_length) or (cos, sin)
 
     for layer in list(attention_layers(model)):
-        if layer.mask not in windows:
-            windows[layer.mask] = causal_window(layer.mask, cache_length)
-        window = windows[layer.mask]
-        count += window is not None and _fuse(graph, layer, 0 if window == cache_length else window, tables, value_bits)
+        if layer.mask not in seen_by_mask:
+            seen_by_mask[layer.mask] = seen_keys(layer.mask, cache_length)
+        seen = seen_by_mask[layer.mask]
+        count += seen is not None and _fuse(graph, layer, seen, tables, value_bits)
     if count:
         model.opset_imports[DOMAIN] = VERSION
         RemoveUnusedNodesPass()(model)
@@ -95,43 +96,87 @@ def _normalize_heads_first(graph: ir.Graph) -> None:
         ir.convenience.replace_nodes_and_values(graph, norm, [norm, swap], [own, turned], [old], turned.outputs)
 
 
+def _rotate_whole_heads(model: ir.Model) -> None:
+    """Let heads of which a part is rotated go through one operator, where they are cut in two for that (Phi)."""
+    for node in [node for node in model.graph if node.op_type == "Concat"]:
+        match = _ROTATED_PART.match(model, model.graph, node, check_nodes_are_removable=False)
+        if not match:
+            continue
+        bound: dict[str, Any] = match.bindings
+        tensors = [constant(bound[name]) for name in ("first", "size", "last", "axis", "step")]
+        numbers = [tensor.numpy().item() for tensor in tensors if tensor is not None and tensor.size == 1]
+        if len(numbers) < len(tensors):
+            continue
+        first, size, last, axis, step = numbers
+        if (first, step) != (0, 1) or last < _END or axis not in (-1, 3):
+            continue
+        attributes = {**bound["rotated"].producer().attributes}
+        attributes["rotary_embedding_dim"] = ir.AttrInt64("rotary_embedding_dim", size)
+        inputs = [bound[name] for name in ("heads", "cos", "sin")]
+        own = ir.Node("", "RotaryEmbedding", inputs, list(attributes.values()), name=f"{node.name}.rotated")
+        own.outputs[0].name = own.name
+        ir.convenience.replace_nodes_and_values(model.graph, node, [node], [own], node.outputs, own.outputs)
+
+
+def _rotated_part(
+    op: Any, heads: Any, first: Any, size: Any, last: Any, axis: Any, step: Any, cos: Any, sin: Any
+) -> Any:
+    rotated = op.RotaryEmbedding(op.Slice(heads, first, size, axis, step), cos, sin, _outputs=["rotated"])
+    return op.Concat(rotated, op.Slice(heads, size, last, axis, step), axis=-1)
+
+
+_ROTATED_PART = Pattern(_rotated_part)
+_END = 1 << 31
+"""The least end of a slice that takes all numbers there are."""
+
+
 def _fuse(
-    graph: ir.Graph, layer: AttentionLayer, window: int, tables: Callable[..., Angles], value_bits: ValueBits | None
+    graph: ir.Graph, layer: AttentionLayer, seen: SeenKeys, tables: Callable[..., Angles], value_bits: ValueBits | None
 ) -> bool:
     node = layer.node
     scatters = [scatter for value in (layer.keys, layer.values) if (scatter := _scatter_of(value)) is not None]
+    if len(scatters) < 2:
+        scatters = []
+    past: list[ir.Value | None] = [scatter.inputs[0] for scatter in scatters] or [layer.keys, layer.values]
+    width, value_width = (_width(cache) for cache in past)
     readers = [use.node for use in node.outputs[0].uses()]
-    queries = _heads(layer.query)
-    if len(scatters) != 2 or len(readers) != 1 or not _is_swap(swap := readers[0]) or queries is None:
+    swap = readers[0] if len(readers) == 1 and _is_swap(readers[0]) else None
+    if not (width or layer.scale):
         return False
-    keys, values = (_heads(scatter.inputs[1]) for scatter in scatters)
-    if keys is None or values is None or values.rotation or not _alike(queries.rotation, keys.rotation):
+    can_be_packed = scatters and width == value_width and width % PACKED_BLOCK == 0 and width <= _MOST_PACKED
+    if value_bits and not can_be_packed:
         return False
-    past = [scatter.inputs[0] for scatter in scatters]
-    width = _width(*past)
-    if width is None or (value_bits and (width % PACKED_BLOCK or width > _MOST_PACKED)):
-        return False
-    rotation = queries.rotation
-    views = [view] if (view := _needless_view(swap, queries.tokens)) is not None else []
-    attributes = {
+    heads = _all_heads(graph, node, [layer.query, *(scatter.inputs[1] for scatter in scatters)])
+    queries, rotation = heads[0], heads[0].rotation
+    view = _needless_view(swap, queries.tokens) if swap is not None and width == value_width else None
+    views = [] if view is None else [view]
+    attributes: dict[str, int | float] = {
         "as_queries": len(views),
         "rotated": (rotation.attributes.get_int("rotary_embedding_dim", 0) or width) if rotation else 0,
         "interleaved": rotation.attributes.get_int("interleaved", 0) if rotation else 0,
-        "window": window,
-        "scale": 1 / math.sqrt(width) if layer.scale is None else layer.scale,
+        "window": seen.window,
+        "chunk": seen.chunk,
+        "scale": layer.scale or 1 / math.sqrt(width),
         "softcap": layer.softcap,
     }
+    new: list[ir.Value | None] = [each.tokens for each in heads[1:]] or [None, None]
     write_indices = next(value for value in graph.inputs if value.name == WRITE_INDICES)
-    inputs = [queries.tokens, keys.tokens, values.tokens, *past, write_indices]
+    inputs = [queries.tokens, *new, *past, write_indices]
     inputs += [*(tables(*rotation.inputs[1:]) if rotation else (None, None)), layer.sinks]
     operator = OPERATOR
     if value_bits:
         operator, attributes["value_bits"] = PACKED_OPERATOR, value_bits
         for scatter, bits in zip(scatters, (8, value_bits), strict=True):
             _pack(scatter, width, bits)
-    own = ir.node(operator, inputs, attributes, domain=DOMAIN, num_outputs=3, name=f"{node.name}.cached")
-    old = [(views or [swap])[0].outputs[0], *(scatter.outputs[0] for scatter in scatters)]
-    ir.convenience.replace_nodes_and_values(graph, node, [*views, swap, node, *scatters], [own], old, own.outputs)
+    name = f"{node.name}.cached"
+    own = ir.node(operator, inputs, attributes, domain=DOMAIN, num_outputs=1 + len(scatters), name=name)
+    made, results, removed = [own], list(own.outputs), [*views, *([swap] if swap else []), node, *scatters]
+    if swap is None:  # Something else is done to the answers first.
+        made.append(ir.node("Transpose", [own.outputs[0]], {"perm": _SWAPPED}, name=f"{name}.swapped"))
+        results[0] = made[-1].outputs[0]
+        results[0].name, results[0].dtype = made[-1].name, ir.DataType.FLOAT
+    old = [removed[0].outputs[0], *(scatter.outputs[0] for scatter in scatters)]
+    ir.convenience.replace_nodes_and_values(graph, node, removed, made, old, results)
     return True
 
 
@@ -148,6 +193,9 @@ def _scatter_of(cache: ir.Value | None) -> ir.Node | None:
     """The TensorScatter that writes tokens one behind the other into a cache that has one reader."""
     scatter = cache.producer() if cache is not None and len(cache.uses()) == 1 else None
     if scatter is None or scatter.op_type != "TensorScatter" or len(scatter.inputs) != 3:
+        return None
+    new = scatter.inputs[1].producer() if scatter.inputs[1] is not None else None
+    if new is not None and new.op_type == "DequantizeLinear":  # ONNX Runtime breaks what swaps its output.
         return None
     mode, indices = scatter.attributes.get("mode"), scatter.inputs[2]
     is_linear = mode is None or mode.as_string() == "linear"
@@ -170,6 +218,19 @@ def _needless_view(swap: ir.Node, queries: ir.Value) -> ir.Node | None:
 
 def _is_swap(node: ir.Node | None) -> bool:
     return node is not None and node.op_type == "Transpose" and tuple(node.attributes["perm"].as_ints()) == _SWAPPED
+
+
+def _all_heads(graph: ir.Graph, attention: ir.Node, values: list[ir.Value | None]) -> list[_Heads]:
+    """Queries, and perhaps keys and values [B, H, S, D], before they are swapped; perhaps rotated by nodes."""
+    found = [_heads(value) for value in values]
+    heads = [each for each in found if each is not None]
+    if len(heads) == 3 and heads[2].rotation is None and _alike(heads[0].rotation, heads[1].rotation):
+        return heads
+    swaps = [ir.node("Transpose", [value], {"perm": _SWAPPED}) for value in values]
+    for number, swap in enumerate(swaps):
+        swap.name = swap.outputs[0].name = f"{attention.name}.tokens.{number}"
+    graph.insert_before(attention, swaps)
+    return [_Heads(swap.outputs[0]) for swap in swaps]
 
 
 def _heads(value: ir.Value | None) -> _Heads | None:
@@ -197,10 +258,7 @@ def _alike(one: ir.Node | None, other: ir.Node | None) -> bool:
     )
 
 
-def _width(keys: ir.Value | None, values: ir.Value | None) -> int | None:
-    """Numbers of a head; None where caches of keys and values differ, or the operator does not take them."""
-    if keys is None or values is None or keys.shape is None or keys.shape != values.shape:
-        return None
-    heads, width = keys.shape[1], keys.shape[3]
-    floats = keys.dtype == values.dtype == ir.DataType.FLOAT
-    return width if floats and isinstance(heads, int) and isinstance(width, int) and width % _LANES == 0 else None
+def _width(cache: ir.Value | None) -> int:
+    """Numbers of a head; 0 where they are not known."""
+    width = cache.shape[3] if cache is not None and cache.shape is not None else None
+    return width if isinstance(width, int) else 0

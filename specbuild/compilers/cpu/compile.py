@@ -16,13 +16,12 @@ from specbuild.compilers import Compiled
 from specbuild.compilers.cpu import formats
 from specbuild.compilers.cpu.attention import fuse_cached_attention, pack_attention
 from specbuild.compilers.cpu.collectives import use_collectives
+from specbuild.compilers.cpu.experts import use_chosen_experts
 from specbuild.compilers.cpu.recurrent import use_recurrent_operators
+from specbuild.compilers.cpu.rotation import look_up_by_position
 from specbuild.compilers.cpu.unused import mark_unused_tokens
 from specbuild.compilers.graph_io import describe_io
 from specbuild.graph import ops as graphs
-from specbuild.graph.attention_layers import join_attention
-from specbuild.graph.moe_branches import skip_unused_experts
-from specbuild.graph.pad_single_query import pad_single_queries
 from specrun import cpu_operators
 from specrun.backends.ort import session_options
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo
@@ -53,9 +52,9 @@ def compute_in_float32(work: Compilation) -> None:
         work.graph = work.graph.model_copy(update={"dtype": "float32"})
 
 
-def branch_to_experts(work: Compilation) -> None:
-    """Experts that no token of a pass uses are not read. In float32, whose operators know the branches' types."""
-    if mixtures := skip_unused_experts(work.model):
+def choose_experts(work: Compilation) -> None:
+    """Experts that no token of a pass has chosen are not read. Before products, which takes their weights."""
+    if mixtures := use_chosen_experts(work.model):
         work.notes.append(f"{mixtures} layers read only the experts that a pass uses")
 
 
@@ -75,11 +74,8 @@ def use_own_collectives(work: Compilation) -> None:
 
 
 def use_own_products(work: Compilation) -> None:
-    """Weights get the layout of our products, which take norms, gates and sums in. Before attention, which joins them.
-
-    On processors whose vectors our products do not know, ONNX Runtime's are faster.
-    """
-    if prepared := formats.prepare(work.model, cpu_operators.are_fast()):
+    """Weights get the layout of our products, which take in norms, gates and sums. Before attention joins these."""
+    if prepared := formats.prepare(work.model):
         work.notes += prepared
         work.model = graphs.write_recoded(work.model, work.output)
         work.has_recoded_weights = True
@@ -102,27 +98,25 @@ def use_own_attention(work: Compilation) -> None:
     work.notes.append(f"keys in 8 and values in {bits} bits, which specrun's own CPU operators round by token")
 
 
+def look_up_positions(work: Compilation) -> None:
+    """What depends on positions alone is computed once. Behind attention, which has tables of its own."""
+    look_up_by_position(work.model, work.build.cache_length)
+
+
 def leave_out_unused_tokens(work: Compilation) -> None:
     """Padding costs nothing where every operator leaves it out. After our own operators, which do."""
     work.skips_unused_tokens = not work.graph.is_head and not work.graph.states and mark_unused_tokens(work.model)
 
 
-def pad_queries(work: Compilation) -> None:
-    """Attention that is left to ONNX Runtime never has a single query, which would get other bits."""
-    if not work.graph.is_head:  # Only the bits of a target are those of texts.
-        join_attention(work.model)
-        pad_single_queries(work.model)
-
-
 PASSES: tuple[Callable[[Compilation], None], ...] = (
     compute_in_float32,
-    branch_to_experts,
+    choose_experts,
     use_own_recurrent_layers,
     use_own_collectives,
     use_own_products,
     use_own_attention,
+    look_up_positions,
     leave_out_unused_tokens,
-    pad_queries,
 )
 """The passes in the order in which they run."""
 
@@ -166,17 +160,12 @@ def _optimize(work: Compilation) -> str:
         "optimized_model_external_initializers_file_name": WEIGHTS_NAME,
         "optimized_model_external_initializers_min_size_in_bytes": "1024",
         "model_external_initializers_file_folder_path": str(weights),
-        "qdq_matmulnbits_accuracy_level": formats.ACCURACY_LEVEL,
         "disable_prepacking": "1",  # Nothing is run here: laying weights out for their kernels would only copy them.
     }
     for name, value in entries.items():
         options.add_session_config_entry(f"session.{name}", value)
-    dequantizes = any(node.op_type == "DequantizeLinear" for node in graphs.all_nodes(work.model))
-    harmful = formats.HARMFUL if dequantizes else []
     try:
-        ort.InferenceSession(
-            graphs.to_bytes(work.model), options, providers=["CPUExecutionProvider"], disabled_optimizers=harmful
-        )
+        ort.InferenceSession(graphs.to_bytes(work.model), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's exceptions share no base class.
         raise BuildError(f"{work.checkpoint}: ONNX Runtime refused the graph: {error}") from error
     return str(ort.__version__)

@@ -1,8 +1,6 @@
-"""Quantized weights in the formats that ONNX Runtime has fast operators for on a processor.
+"""Weights in the formats that our products take.
 
-ONNX Runtime itself makes MatMulNBits of a DequantizeLinear in front of a MatMul. It rounds inputs in groups, as our own
-products do, which keeps more than a checkpoint's own rounding of inputs. What ONNX Runtime would leave slow, or refuse,
-is rewritten here first.
+Our products round inputs in groups themselves, which keeps more than a checkpoint's own rounding of inputs.
 """
 
 from __future__ import annotations
@@ -22,45 +20,29 @@ from specbuild.compilers.cpu.fusions import fuse_into_products
 from specbuild.compilers.cpu.products import use_own_products
 from specbuild.compilers.cpu.wanted import take_wanted_tokens_first
 from specbuild.graph import ops as graphs
-from specbuild.graph.scales import make_numbers_of_scales
-from specbuild.graph.untie import untie_heads
 from specbuild.weights.packed import Floats, as_float32, lazy
 
 BLOCK = 32
 """Input channels that share a scale in 8-bit weights that are made of float8."""
-ACCURACY_LEVEL = "4"
-"""MatMulNBits' accuracy level with activations in 8 bits too, and a scale for every block of every token."""
-HARMFUL = ["MatMulAddFusion"]
-"""Optimizers to leave out: a product that is joined with its bias first is not found to have quantized sides."""
 _FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
 
 
-def prepare(model: ir.Model, own_products: bool = False) -> list[str]:
-    """Rewrite the quantized parts of ``model``, which computes in float32, in place. Returns notes on what was done.
-
-    own_products: use specrun's own operators where they take a weight; see ``products``.
+def prepare(model: ir.Model) -> list[str]:
+    """Let our operators compute the products of ``model``, which computes in float32, in place. Returns notes.
 
     Weights in other codes are tensors that are computed when they are read, and not in the files of ``model``.
     """
     recoded: Counter[str] = Counter()
-    read = functools.lru_cache(maxsize=1)(_recode)  # Codes and scales are written one after the other.
+    read = functools.lru_cache(maxsize=1)(recode)  # Codes and scales are written one after the other.
     graphs.drop_activation_rounding(model)
     for node in _weights(model):
         if (weight := node.inputs[0]) is not None and weight.dtype in _FLOATS:
             recoded[weight.dtype.name.lower()] += 1
             _replace_codes(node, read)
-    if own_products:
-        take_wanted_tokens_first(model)
-    own = use_own_products(model) if own_products else 0
+    take_wanted_tokens_first(model)
+    own = use_own_products(model)
     RemoveUnusedNodesPass()(model)
-    make_numbers_of_scales(model)
-    untied = untie_heads(model)
-    for node in _weights(model):
-        for reader in [use.node for use in node.outputs[0].uses() if use.node.op_type == "Gather"]:
-            _look_up_codes(model.graph, node, reader)
     notes = [f"{count} weights in {form}: 8-bit blocks on the CPU" for form, count in recoded.items()]
-    if untied:
-        notes.append("the head has codes of its own beside the embedding's, as ONNX Runtime is slow with shared ones")
     if own:
         fused = fuse_into_products(model)
         notes.append(f"{own} products by specrun's own CPU operators, with {fused} other nodes in them")
@@ -76,7 +58,7 @@ def _weights(model: ir.Model) -> Iterator[ir.Node]:
             yield node
 
 
-class _Weight(NamedTuple):
+class Weight(NamedTuple):
     """A weight in float8 or float4; see ``Packed``."""
 
     codes: ir.TensorProtocol
@@ -87,6 +69,7 @@ class _Weight(NamedTuple):
 
     @property
     def is_float4(self) -> bool:
+        """Whether its codes are float4; else they are float8."""
         return self.codes.dtype == ir.DataType.FLOAT4E2M1
 
 
@@ -94,12 +77,12 @@ _Recoded = tuple[npt.NDArray[np.int8], Floats]
 """Codes [K, N] and scales [K / block, N]."""
 
 
-def _replace_codes(node: ir.Node, read: Callable[[_Weight], _Recoded]) -> None:
+def _replace_codes(node: ir.Node, read: Callable[[Weight], _Recoded]) -> None:
     """Let ``node`` dequantize int8 blocks instead of float8 or float4. They are computed when they are written."""
     codes, scales = node.inputs[0], node.inputs[1]
     assert codes is not None and scales is not None and codes.const_value is not None
     own = node.attributes.get_int("block_size", 0)
-    weight = _Weight(codes.const_value, tuple(graphs.constant_factors(scales)), own)
+    weight = Weight(codes.const_value, tuple(graphs.constant_factors(scales)), own)
     block = own if weight.is_float4 else BLOCK
     rows, columns = (int(size) for size in weight.codes.shape)  # type: ignore[arg-type]
     parts = (("int8", ir.DataType.INT8, rows), ("scales", ir.DataType.FLOAT, -(-rows // block)))
@@ -111,7 +94,7 @@ def _replace_codes(node: ir.Node, read: Callable[[_Weight], _Recoded]) -> None:
     node.attributes["block_size"] = ir.AttrInt64("block_size", block)
 
 
-def _recode(weight: _Weight) -> _Recoded:
+def recode(weight: Weight) -> _Recoded:
     """In int8 blocks. All values of float4 are codes of int8, so that is exact; float8 is rounded once more."""
     values = as_float32(weight.codes)
     scales = np.asarray(math.prod(as_float32(factor) for factor in weight.scales), np.float32)
@@ -123,25 +106,3 @@ def _recode(weight: _Weight) -> _Recoded:
     steps[steps == 0] = 1
     codes = np.rint(values / np.repeat(steps, BLOCK, axis=0)[: len(values)])
     return codes.astype(np.int8), steps.astype(np.float32)
-
-
-def _look_up_codes(graph: ir.Graph, dequantize: ir.Node, gather: ir.Node) -> None:
-    """Look up codes and scales of the tokens alone, instead of dequantizing the whole table in every pass."""
-    codes, scales = dequantize.inputs[0], dequantize.inputs[1]
-    ids = gather.inputs[1]
-    assert codes is not None and codes.shape is not None
-    rows = ir.node("Gather", [codes, ids], name=f"{gather.name}.codes")
-    steps = ir.node("Gather", [scales, ids], name=f"{gather.name}.scales")
-    nodes, block = [rows, steps], dequantize.attributes.get_int("block_size", 0)
-    if not block:  # One scale a row is that of one block.
-        block = int(codes.shape[1])  # type: ignore[arg-type]
-        last = ir.node("Constant", [], {"value": ir.tensor([-1], ir.DataType.INT64)}, name=f"{gather.name}.last")
-        nodes += [last, ir.node("Unsqueeze", [steps.outputs[0], last.outputs[0]], name=f"{gather.name}.column")]
-    inputs, sizes = [rows.outputs[0], nodes[-1].outputs[0]], {"axis": -1, "block_size": block}
-    nodes.append(ir.node("DequantizeLinear", inputs, sizes, name=f"{gather.name}.numbers"))
-    for node in nodes:
-        node.outputs[0].name = node.name
-    old = gather.outputs[0]
-    ir.convenience.replace_nodes_and_values(graph, gather, [gather], nodes, [old], [nodes[-1].outputs[0]])
-    if not dequantize.outputs[0].uses():
-        graph.remove(dequantize, safe=True)

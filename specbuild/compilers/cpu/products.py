@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from specbuild.compilers.cpu.experts import OPERATOR as EXPERT_MATMUL
 from specbuild.graph import ops as graphs
 from specbuild.graph.scales import added_to, constant
 from specbuild.weights.cpu_layout import COLUMNS, by_strips, line_inputs, pack_codes, pack_floats, packed_shape
@@ -28,6 +29,8 @@ _MIDDLE = {ir.DataType.INT4: 0, ir.DataType.UINT4: 8, ir.DataType.INT8: 0, ir.Da
 """The zero point of codes that the operator takes as they are; of UINT4 it takes 0 too."""
 _INPUT_BLOCK = 32
 """Inputs that are rounded with one scale where the weight has no blocks."""
+_EXPERTS_PLACE = {"QuantizedMatMul": 9, "FloatMatMul": 4}
+"""Position of the input that says which weight a row has, of each operator."""
 _LONGEST_BLOCK = 1 << 16
 """Sums of so many products of 8-bit numbers fit into 32 bits."""
 
@@ -54,7 +57,8 @@ def use_own_products(model: ir.Model, pack: PackWeights | None = None) -> int:
     computed when they are read. pack: lays weights out; None: as the CPU's operators want them.
     """
     pack = pack or pack_for_cpu
-    nodes = list(model.graph)  # Not those in branches: ONNX Runtime has experts' codes there.
+    nodes = list(model.graph)
+    by_experts = [_multiply_by_experts(model.graph, node, pack) for node in nodes if node.op_type == EXPERT_MATMUL]
     products = [own for node in nodes if node.op_type == "MatMul" and (own := _product(node)) is not None]
     tables = [look for node in nodes if node.op_type == "Gather" and (look := _lookup(node)) is not None]
     adding = {node for own in products for node in own.adding} | {node for look in tables for node in look.adding}
@@ -70,8 +74,6 @@ def use_own_products(model: ir.Model, pack: PackWeights | None = None) -> int:
     groups = [
         group[i : i + MOST_OUTPUTS] for group in groups_by_key.values() for i in range(0, len(group), MOST_OUTPUTS)
     ]
-    if not groups:
-        return 0
     for group in groups:
         packed = _replace(model.graph, group, pack)
         for lookup in lookups.pop(group[0].weight.place, []) if len(group) == 1 else ():
@@ -81,7 +83,7 @@ def use_own_products(model: ir.Model, pack: PackWeights | None = None) -> int:
             if lookup.weight.bits != 32:  # Numbers that no product has stay as they are.
                 _look_up(model.graph, lookup, pack(model.graph, [lookup.weight], lookup.block))
     model.opset_imports[DOMAIN] = VERSION
-    return sum(map(len, groups))
+    return sum(map(len, groups)) + sum(by_experts)
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ def _dequantized(node: ir.Node, readers: int, is_transposed: bool) -> Weight | N
     places = {("MatMul", 1), ("Transpose", 0), ("Gather", 0)}
     if any(other.op_type != "DequantizeLinear" for other in dequantizing):
         return None
-    if any((use.node.op_type, use.idx) not in places for use in uses):
+    if any((use.node.op_type, use.idx) not in places for use in uses if use.node.op_type != EXPERT_MATMUL):
         return None
     if zeros is not None and zeros.const_value is None:
         return None
@@ -308,14 +310,7 @@ def _replace(graph: ir.Graph, group: list[_Product], pack: PackWeights) -> Packe
     """Let one node compute the products, whose weights lie side by side. Returns these."""
     first, packed = group[0], pack(graph, [product.weight for product in group], group[0].block)
     name = f"{first.nodes[0].name}.product"
-    operator = "FloatMatMul" if first.weight.bits == 32 else "QuantizedMatMul"
-    inputs: list[ir.Value | None] = [first.x, packed.lines]
-    if packed.scales:
-        inputs += [packed.scales[0], packed.zeros]
-    if any(packed.scales[1:]):
-        inputs += [None, None, *packed.scales[1:]]  # Between them is what fusions add.
-    while inputs[-1] is None:
-        del inputs[-1]
+    operator, inputs = _operator(first.x, packed)
     own = ir.node(operator, inputs, packed.sizes, domain=DOMAIN, num_outputs=len(group), name=name)
     for number, output in enumerate(own.outputs):
         output.name, output.dtype = f"{name}.{number}", ir.DataType.FLOAT
@@ -340,6 +335,35 @@ def _look_up(graph: ir.Graph, lookup: _Product, packed: PackedWeight) -> None:
     own.outputs[0].name, own.outputs[0].type, own.outputs[0].shape = name, old.type, old.shape
     removed = list(dict.fromkeys([last, *reversed(lookup.nodes)]))
     ir.convenience.replace_nodes_and_values(graph, gather, removed, [own], [old], own.outputs)
+
+
+def _multiply_by_experts(graph: ir.Graph, product: ir.Node, pack: PackWeights) -> int:
+    """Let one of our products multiply each row by its expert's weight. Returns how many weights there are."""
+    x, experts, *values = product.inputs
+    weights = [weight for value in values if (weight := _weight(value)) is not None]
+    if len(weights) < len(values) or len({(weight.kind, weight.shape, weight.block) for weight in weights}) > 1:
+        raise ValueError(f"{product.name}: experts differ in how they are stored, or no product takes them")
+    first = weights[0]
+    packed = pack(graph, weights, _Product(first, (product,)).block)
+    operator, inputs = _operator(x, packed)
+    inputs += [None] * (_EXPERTS_PLACE[operator] - len(inputs)) + [experts]
+    attributes = packed.sizes | {"N": [first.shape[1]], "experts": len(weights)}
+    own = ir.node(operator, inputs, attributes, domain=DOMAIN, name=product.name)
+    own.outputs[0].name, own.outputs[0].dtype = product.outputs[0].name, ir.DataType.FLOAT
+    ir.convenience.replace_nodes_and_values(graph, product, [product], [own], product.outputs, own.outputs)
+    return len(weights)
+
+
+def _operator(x: ir.Value | None, packed: PackedWeight) -> tuple[str, list[ir.Value | None]]:
+    """The operator that multiplies by these weights, and its inputs so far."""
+    inputs: list[ir.Value | None] = [x, packed.lines]
+    if packed.scales:
+        inputs += [packed.scales[0], packed.zeros]
+    if any(packed.scales[1:]):
+        inputs += [None, None, *packed.scales[1:]]  # Between them is what fusions add.
+    while inputs[-1] is None:
+        del inputs[-1]
+    return "QuantizedMatMul" if packed.scales else "FloatMatMul", inputs
 
 
 def pack_for_cpu(graph: ir.Graph, weights: Sequence[Weight], block: int) -> PackedWeight:

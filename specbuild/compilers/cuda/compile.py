@@ -95,6 +95,8 @@ def _read(model: ir.Model, graph: GraphInfo, build: BuildConfig) -> tuple[Decode
     layers, stream = read_layers(model.graph, embedding.stream, graph.layers, tensors)
     norm, head, softcap = read_head(model.graph, stream, tensors)
     caches = graph.caches
+    if len({(cache.heads, cache.head_dim) for cache in caches}) > 1:
+        raise UnsupportedLayerError("heads of keys and values, or of layers, that differ in shape")
     decoder = Decoder(
         dtype=graph.dtype,
         width=embedding.table.inputs,

@@ -214,6 +214,8 @@ def _attention(node: ir.Node, query_norm: Norm | None, key_norm: Norm | None, te
     cos, sin, sinks = (*node.inputs[6:], None, None, None)[:3]
     if sinks is not None:
         raise UnsupportedLayerError("attention sinks")
+    if node.attributes.get_int("chunk", 0):
+        raise UnsupportedLayerError("attention in chunks")
     if any(table is not None and table.const_value is None for table in (cos, sin)):
         raise UnsupportedLayerError("a rotation that depends on more than positions")
     if query_norm and key_norm and query_norm.epsilon != key_norm.epsilon:

@@ -1,4 +1,4 @@
-"""Mixtures of experts on ONNX Runtime: the experts that a pass does not use are not read."""
+"""Mixtures of experts on CPUs: tokens are multiplied by the weights that they chose, and others are not read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
-from specbuild.graph.moe_branches import skip_unused_experts
+from specbuild.compilers.cpu.experts import use_chosen_experts
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, open_engine
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.experts import (
@@ -32,15 +32,24 @@ from tests.helpers.families import save_checkpoint
 from tests.helpers.parity import STEPS, largest_difference
 
 
+def of_experts(engine: Path) -> list[str]:
+    """The operators of products by experts' weights."""
+    return [node.op_type for node in ir.load(engine / GRAPH_NAME).graph if node.attributes.get_int("experts", 0)]
+
+
 @pytest.mark.quick("mixtral")
-@pytest.mark.parametrize(("family", "dtype"), [("mixtral", torch.float32), ("gpt_oss", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("mixtral", torch.float32), ("gpt_oss", torch.bfloat16), ("llama4", torch.float32), ("qwen3_next", torch.float32)],
+)
 def test_the_logits_are_those_of_transformers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Every mixture is found, and its branches compute what the dense form does."""
+    """Every mixture is found, and computes what the dense form does. Bits do not depend on the shape of a pass."""
     checkpoint = save_checkpoint(tmp_path / "hf", family, dtype=dtype)
     engine = make_engine(make_onnx(checkpoint, tmp_path / "onnx"), tmp_path / "engine")
-    branches = [node for node in ir.load(engine / GRAPH_NAME).graph if node.op_type == "If"]
-    assert len(branches) == 4 * 2
-    assert any("2 layers read only" in note for note in open_engine(engine).provenance.notes)
+    assert of_experts(engine) == ["FloatMatMul"] * 2 * 2
+    config = open_engine(engine)
+    assert any("2 layers read only" in note for note in config.provenance.notes)
+    assert config.exact_on
     assert largest_difference(checkpoint, engine, dtype, STEPS) < (2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -70,14 +79,12 @@ def test_unused_experts_are_not_read(tmp_path: Path) -> None:
 @pytest.mark.quick("int4")
 @pytest.mark.parametrize(("qformat", "tolerance"), [("int8", 2e-2), ("int4", 4e-2)])
 def test_quantized_experts(qformat: str, tolerance: float, tmp_path: Path) -> None:
-    """Every product of a branch is the fast operator, and the weights take few bits in the engine too."""
+    """Every product is our operator, and the weights take few bits in the engine too."""
     checkpoint = save_checkpoint(tmp_path / "hf", "mixtral", intermediate_size=128)
     onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", qformat=qformat)
     engine = make_engine(onnx_dir, tmp_path / "engine")
-    counted = operators(engine)
-    assert counted["If"] == 8
-    assert counted["MatMulNBits"] == 8 * 2  # Experts.
-    assert counted["QuantizedMatMul"] == 2 * 2 + 1  # Attention, whose q, k and v are one, and the head.
+    assert of_experts(engine) == ["QuantizedMatMul"] * 2 * 2
+    assert operators(engine)["QuantizedMatMul"] == 2 * 4 + 1  # With attention, whose q, k and v are one, and the head.
     dense = make_onnx(checkpoint, tmp_path / "dense", verify=False)
     bits = 4 if qformat == "int4" else 8
     assert open_engine(engine).weight_bytes < open_checkpoint(dense).files[WEIGHTS_NAME].bytes * (bits + 4) / 32
@@ -119,7 +126,7 @@ def test_checkpoints_with_quantized_experts(
     assert config.graph.quantized.forms == {form: 2 * 2 * 4}
     assert not any("dequantized" in note for note in config.provenance.notes)
     engine = make_engine(onnx_dir, tmp_path / "engine")
-    assert operators(engine)["MatMulNBits"] == 2 * 2 * 4
+    assert of_experts(engine) == ["QuantizedMatMul"] * 2 * 2
     dense = make_onnx(checkpoint, tmp_path / "dense", dtype="float32", dequantize=True, verify=False)
     (expected,) = checkpoint_logits(dense, [TOKENS])
     assert np.abs(logits(opened(engine), TOKENS) - expected).max() < 2e-2 * np.abs(expected).max()
@@ -133,5 +140,5 @@ def test_a_model_without_experts_stays_as_it_is(tmp_path: Path) -> None:
     onnx_dir = make_onnx(save_checkpoint(tmp_path / "hf", "llama3"), tmp_path / "onnx")
     model = ir.load(onnx_dir / GRAPH_NAME)
     before = [node.name for node in model.graph]
-    assert skip_unused_experts(model) == 0
+    assert use_chosen_experts(model) == 0
     assert [node.name for node in model.graph] == before
