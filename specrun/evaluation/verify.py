@@ -231,7 +231,8 @@ class _Check:
             numbers = range(part.texts, part.texts + self.rows)
             batch = [self._request(prompts[n % len(prompts)], params.seeded(n), length) for n in numbers]
             for number, request, logits in zip(numbers, self._run(batch), self._whole(batch), strict=True):
-                drawn, probs = np.array(request.output), np.stack([probabilities(row, params) for row in logits])
+                own = [request.params.at(len(request.prompt) + at) for at in range(len(logits))]
+                drawn, probs = np.array(request.output), np.stack(list(map(probabilities, logits, own)))
                 # Where a grammar forces the first tokens, the first one that is drawn; it is at the same place always.
                 first = int((np.count_nonzero(probs, axis=1) > 1).argmax())
                 firsts[number % len(prompts), drawn[first]] += 1
@@ -239,7 +240,7 @@ class _Check:
                 ranks += np.histogram(ranked(drawn, probs, generator.random(len(drawn))), BINS, (0, 1))[0]
                 for at in np.flatnonzero(probs[np.arange(len(drawn)), drawn] == 0):
                     token, row = int(drawn[at]), logits[at]
-                    near = nearly_kept(row, params, token, self.noise)
+                    near = nearly_kept(row, own[at], token, self.noise)
                     part.differ(near, f"draw {number + 1}, token {at + 1}", token, int(row.argmax()), row)
             part.add(batch)
         part.fits["first tokens"] = chi_squared(firsts, expected)
@@ -289,7 +290,9 @@ def _noise(target: EngineConfig) -> float:
 
 def _processors(request: Request) -> Iterator[Callable[[Floats], Floats]]:
     """What the request does to the logits [V] of each token of its output, found from the text before it alone."""
-    counts = itertools.accumulate(request.output, TokenCounts.add, initial=TokenCounts.of(request.prompt))
+    counts = itertools.accumulate(
+        request.output, TokenCounts.add, initial=TokenCounts.of(request.prompt, request.breakers)
+    )
     matcher = request.grammar.start() if request.grammar else None
     for token, seen in zip(request.output, counts, strict=False):
         mask = matcher.mask(()) if matcher else None
