@@ -203,6 +203,7 @@ def draw(tmp_path: Path, params: SamplingParams) -> Fit:
     return chi_squared([int("".join(map(str, text)), 6) for text in texts], joint(target, params))
 
 
+@pytest.mark.quick("xtc dry")
 @pytest.mark.parametrize(
     "params",
     [
