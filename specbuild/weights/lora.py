@@ -87,8 +87,11 @@ class Adapter:
             )
 
     def _scaling(self, module: str, rank: int) -> float:
-        patterns = (self.config.get("alpha_pattern") or {}).items()
-        own = [alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", module)]
+        patterns = self.config.get("alpha_pattern") or {}
+        try:
+            own = [alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)]
+        except (AttributeError, re.error) as error:
+            raise CheckpointError(f"{self.directory / CONFIG_NAME}: alpha_pattern {patterns!r}: {error}") from error
         alpha = [*own, self.config.get("lora_alpha", 8)][0]
         if not isinstance(alpha, int | float):
             raise CheckpointError(f"{self.directory / CONFIG_NAME}: lora_alpha {alpha!r} of {module} is no number")
@@ -121,7 +124,7 @@ class Added(NamedTuple):
         every = slice(None)
         change = self.b.read((outputs, every), torch.float32) @ self.a.read((every, inputs), torch.float32)
         change *= self.scaling
-        return self.base.read(index, torch.float32).add_(change.T if self.turned else change).to(dtype)
+        return (self.base.read(index, torch.float32) + (change.T if self.turned else change)).to(dtype)
 
 
 def read_adapter(directory: Path) -> Adapter:

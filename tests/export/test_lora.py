@@ -133,6 +133,8 @@ WRONG: list[tuple[Callable[[Path], None], str]] = [
     (edit(init_lora_weights="pissa"), "init_lora_weights 'pissa' is not read"),
     (edit(target_parameters=["experts.down_proj"]), "target_parameters"),
     (edit(a_setting_of_tomorrow=1), "a_setting_of_tomorrow 1 is not read"),
+    (edit(alpha_pattern=["q_proj"]), "alpha_pattern ['q_proj']: "),
+    (edit(alpha_pattern={"(": 1}), "alpha_pattern {'(': 1}: "),
     (edit(lora_alpha="much"), "lora_alpha 'much' of model.layers.0.self_attn.q_proj is no number"),
     (lambda lora: (lora / WEIGHTS_NAME).unlink(), f"{WEIGHTS_NAME}: missing"),
     (rename("layers.1.", "layers.7."), "changes model.layers.7.self_attn.q_proj.weight, which is no weight"),
