@@ -61,6 +61,7 @@ def main(debug: bool) -> None:
 @field_option(ConvertOptions, "dtype", type=click.Choice(["auto", *FLOAT_NAMES]))
 @_formats(ConvertOptions)
 @field_options(ConvertOptions, "dequantize", "max_seq_len", "revision", "trust_remote_code", "text_model")
+@field_option(ConvertOptions, "lora", **_HUB)
 @field_options(ConvertOptions, "draft_vocab_size")
 @field_option(ConvertOptions, "head", **_HUB)
 @field_option(ConvertOptions, "head_of", **_HUB)

@@ -77,6 +77,13 @@ class Pair:
             same = request.draft == request.target
             revision = self.options.revision if same else self.options.draft_revision
             self.draft = _locate(request.draft, "DRAFT", revision, self.options.trust_remote_code)
+        self.lora: Path | None = None
+        if self.options.lora is not None:
+            if not is_checkpoint(self.target):
+                raise PairError(f"--lora {self.options.lora}: {self.target} is an engine already; give its checkpoint")
+            from specbuild.hf.hub import locate
+
+            self.lora = locate(self.options.lora, None, "--lora", head=True).resolve()
         self._onnx: set[Path] = set()
         """Conversions that engines were built of."""
         self.known = KnownCheckpoints(cached_engines() / "checkpoints.json")
@@ -128,6 +135,8 @@ class Pair:
         """Where the cache has the engine of a checkpoint, or would have it. role: ``target`` or ``draft``."""
         options, models = self.options, {"target": self.target, "draft": self.draft}
         read = {role: models[role], **({"target": self.target, "head": self.head} if self.head else {})}
+        if role == "target":
+            read["lora"] = self.lora
         content = {name: self.known.inputs_of(model) for name, model in read.items() if model}
         sizes = [options.max_batch_size, self.max_seq_len]
         if role == "target" or self.head:
@@ -261,9 +270,10 @@ class Pair:
                 text_model=options.text_model and role == "target",
                 draft_vocab_size=options.draft_vocab_size if role == "draft" else None,
                 head=str(self.head) if self.head else None,
+                lora=str(self.lora) if self.lora and role == "target" else None,
             )
-        read = [self.known.inputs_of(directory) for directory in (model, self.target, self.head) if directory]
-        read = read if self.head else read[:1]
+        directories = [model, *([self.target, self.head] if self.head else []), Path(own.lora) if own.lora else None]
+        read = [self.known.inputs_of(directory) for directory in directories if directory]
         forms = [own.qformat, own.text_model, own.draft_vocab_size, own.verify, bool(own.head), bool(own.head_of)]
         key = key_of([__version__, releases(*PACKAGES), read, forms])[:16]
         return replace(own, output_dir=cached_engines() / f"{origin_of(model).name}-{key}.onnx")

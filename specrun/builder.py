@@ -59,6 +59,8 @@ class BuildOptions(Checked):
     """Run Python code that comes with the checkpoints."""
     text_model: bool = False
     """Take the language model inside a multimodal target."""
+    lora: str | None = None
+    """A peft adapter to add to the target's weights, or its Hub ID."""
 
 
 _WEIGHTS = (".safetensors", ".gguf")

@@ -158,8 +158,8 @@ class SpeculativeDecoder:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a text is the target's own to the byte: on CPUs, not on GPUs."""
-        return self.target.backend.device == "cpu"
+        """Whether a text is the target's own to the byte: on CPUs, and with our own kernels on GPUs."""
+        return self.target.is_batch_invariant
 
     @property
     def notes(self) -> list[str]:

@@ -18,7 +18,7 @@ from specrun.engine_dir.config import Provenance
 if TYPE_CHECKING:
     from specbuild.convert.options import ConvertOptions
 
-_INPUTS = {"model", "revision", "head", "head_of", "draft_dir", "texts"}
+_INPUTS = {"model", "revision", "lora", "head", "head_of", "draft_dir", "texts"}
 """Options that name what is read; it counts by its content."""
 _NOT_IN_FILES = {*_INPUTS, "output_dir", "resume", "force"}
 """Options that provenance leaves out: inputs, and options that do not change the result."""
@@ -44,16 +44,21 @@ def locate_inputs(options: ConvertOptions) -> dict[str, Path]:
     if options.head is not None:
         is_same = options.head == options.model
         directories["head"] = same if is_same else locate(options.head, None, "--head", head=True, pickles=pickles)
+    directories |= _adapter(options)
     if options.head_of is not None:
         directories["head_of"] = locate(options.head_of, None, "--head_of", code=code) if is_head else same
     return directories
+
+
+def _adapter(options: ConvertOptions) -> dict[str, Path]:
+    return {} if options.lora is None else {"lora": locate(options.lora, None, "--lora", head=True)}
 
 
 @contextmanager
 def described_inputs(options: ConvertOptions) -> Iterator[tuple[dict[str, Path], int]]:
     """The same for ``--dry_run``: of a model on the Hub without its weights, whose bytes are the second value.
 
-    Heads are small, and downloaded. Raises CheckpointError.
+    Heads and adapters are small, and downloaded. Raises CheckpointError.
     """
     with described(options.model, options.revision, "--model_dir", options.trust_remote_code) as (directory, download):
         directories = {"model_dir": directory}
@@ -61,7 +66,7 @@ def described_inputs(options: ConvertOptions) -> Iterator[tuple[dict[str, Path],
             directories["head"] = directory
         elif options.head is not None:
             directories["head"] = locate(options.head, None, "--head", head=True, pickles=options.allow_pickle)
-        yield directories, download
+        yield {**directories, **_adapter(options)}, download
 
 
 def made_of(

@@ -56,6 +56,8 @@ def prepare_model(source: Source, options: ConvertOptions, run: Run, work: Path,
         amax = calibrate_on(source.texts, model, source.kv_cache is not None, part, stages, kept)
         if recipe and recipe.equalized:
             amax = equalized(model, layout.weights, amax, kept)
+    if adapter := source.adapter:
+        notes.append(f"{adapter.directory} is added to {len(adapter.factors) + len(adapter.replaced)} weights")
     weights = dict(layout.weights)
     rounding = _cache_rounding(source, layout, caches, amax, notes)
     packed = pack(source, options, layout, amax, notes, kept)

@@ -65,6 +65,8 @@ class ConvertOptions(CheckpointOptions):
     """Dequantize weights that come quantized."""
     text_model: bool = False
     """Take the language model inside a multimodal model."""
+    lora: str | None = None
+    """A peft adapter to add to the weights, or its Hub ID."""
     draft_vocab_size: int | None = None
     """The model is a draft: how many of its tokens it is to draft."""
     head: str | None = None
@@ -94,6 +96,7 @@ class ConvertOptions(CheckpointOptions):
             ("head", has_head and is_head, "head_of", computed),
             ("draft_vocab_size", draft_size is not None and is_head, "head_of", computed),
             ("kv_cache_dtype", with_cache and is_head, "head_of", computed),
+            ("lora", self.lora is not None and is_head, "head_of", "drafts stay as they are"),
             ("text_model", self.text_model and is_head, "head_of", computed),
             ("kv_cache_dtype", with_cache and has_head, "head", "features are not stored in 8 bits"),
             ("text_model", self.text_model and has_head, "head", "heads read features of whole models"),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from specbuild.quantized_formats.config.scheme import Scheme
     from specbuild.weights.lazy_tensors import Reader, Weight
+    from specbuild.weights.lora import Adapter
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Source:
     """Calibration texts; None if nothing is to be calibrated."""
     head: Head | None
     """Draft head: the one that the model is to write features for, or the one that is converted for this target."""
+    adapter: Adapter | None = None
+    """LoRA that is added to the weights as they are read."""
 
 
 def read_source(options: ConvertOptions, directories: Mapping[str, Path], stages: Stages) -> Source:
@@ -69,6 +72,15 @@ def read_source(options: ConvertOptions, directories: Mapping[str, Path], stages
             f"--qformat {options.qformat}: {directory} is quantized already ({scheme.method}); leave --qformat out, "
             "or give --dequantize to round it once more"
         )
+    adapter = None
+    if "lora" in directories:
+        from specbuild.weights.lora import read_adapter
+
+        adapter = read_adapter(directories["lora"])
+        if scheme:
+            raise BuildConfigError(
+                f"--lora: {directory} is quantized ({scheme.method}); give the checkpoint that is not"
+            )
     files = check_weights(directory)
     require_layers(directory, hf_config, files)
     if head:
@@ -89,7 +101,7 @@ def read_source(options: ConvertOptions, directories: Mapping[str, Path], stages
             if needs_text or options.texts != TextOptions():
                 raise
             stages.say(f"note: weights are rounded without a text: {error}")
-    return Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts, head)
+    return Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts, head, adapter)
 
 
 def choose_max_seq_len(source: Path, config: PreTrainedConfig, wanted: int | None) -> int:
@@ -131,6 +143,8 @@ def lay_out(source: Source, options: ConvertOptions) -> Layout:
         from specbuild.hf.multimodal import text_tensors
 
         stored = text_tensors(directory, source.hf_config, tensors)
-    model, weights = load_meta_model(directory, source.hf_config, options.dtype, options.trust_remote_code, stored)
+    model, weights = load_meta_model(
+        directory, source.hf_config, options.dtype, options.trust_remote_code, stored, source.adapter
+    )
     require_claimed(directory, weights)
     return Layout(model, weights, tensors)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specbuild.export.swaps import swapped
 from specbuild.weights.lazy_tensors import Reader, Weight, parts
+from specbuild.weights.lora import Adapter
 from specbuild.weights.weight_map import find_origins, stack_numbered
 from specrun.errors import CheckpointError, SpecError, first_line
 
@@ -37,14 +38,20 @@ class MetaModel(NamedTuple):
 
 
 def load_meta_model(
-    directory: Path, config: PreTrainedConfig, dtype: str, trust_remote_code: bool, stored: dict[str, Reader]
+    directory: Path,
+    config: PreTrainedConfig,
+    dtype: str,
+    trust_remote_code: bool,
+    stored: dict[str, Reader],
+    adapter: Adapter | None = None,
 ) -> MetaModel:
     """The model in ``dtype`` (``auto``: as stored) without its weights, which are ``stored`` under the files' names.
 
-    Raises CheckpointError when it does not load, or tensors are missing or of the wrong shape.
+    adapter: what is added to the weights. Raises CheckpointError when the model does not load, or tensors are missing
+    or of the wrong shape.
     """
     try:
-        with _without_numbers(directory, stored) as origins:
+        with _without_numbers(directory, stored, adapter) as origins:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
@@ -92,14 +99,17 @@ class _Numberless:
 
 
 @contextmanager
-def _without_numbers(directory: Path, stored: dict[str, Reader]) -> Iterator[dict[str, Reader]]:
+def _without_numbers(
+    directory: Path, stored: dict[str, Reader], adapter: Adapter | None
+) -> Iterator[dict[str, Reader]]:
     """While active, transformers loads models without numbers. Yields where each weight of the model comes from."""
     load = getattr(modeling_utils, _LOAD)
     origins: dict[str, Reader] = {}
 
     def load_without_numbers(model: Any, state_dict: object, load_config: Any, **others: Any) -> Any:
         mapping = deepcopy(load_config.weight_mapping or [])  # They remember what they have seen.
-        stacked = stack_numbered(model, mapping, stored)
+        own = adapter.add_to(model, mapping, stored) if adapter else stored
+        stacked = stack_numbered(model, mapping, own)
         origins.update(find_origins(model, mapping, stacked))
         numberless = {name: _Numberless(tensor) for name, tensor in stacked.items()}
         info, index = load(model=model, state_dict=numberless, load_config=load_config, **others)

@@ -38,8 +38,8 @@ def refuse_other_formats(directory: Path, names: Collection[str]) -> None:
     if (adapter := directory / "adapter_config.json").is_file():
         base = read_json(adapter).get("base_model_name_or_path") or "its base model"
         raise CheckpointError(
-            f"{directory}: holds an adapter ({adapter.name}) for {base}, not a whole model; merge the two first: "
-            "PeftModel.from_pretrained(base_model, DIR).merge_and_unload().save_pretrained(NEW_DIR)"
+            f"{directory}: holds an adapter ({adapter.name}) for {base}, not a whole model; name that one, "
+            "and give the adapter as --lora DIR"
         )
     files = sorted(name for name in names if name.endswith(".gguf"))
     if files and not any(name.endswith(".safetensors") for name in names):

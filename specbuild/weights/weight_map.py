@@ -51,6 +51,14 @@ def find_origins(model: PreTrainedModel, mapping: list[Any], stored: dict[str, R
     return readers
 
 
+def names_of_stored(model: PreTrainedModel, mapping: list[Any], stored: dict[str, Reader]) -> dict[str, str]:
+    """The names of the ``stored`` tensors that ``model`` takes, by these and, taken whole, by the model's names too."""
+    name_of = _namer(model, deepcopy(mapping))  # Renamings remember what they have seen.
+    found = {name: name_of(name) for name in stored}
+    taken = {name: name for name, (own, _) in found.items() if own is not None}
+    return taken | {own: name for name, (own, pattern) in found.items() if own is not None and pattern is None}
+
+
 def _namer(model: PreTrainedModel, mapping: list[Any]) -> Callable[[str], tuple[str | None, str | None]]:
     """Gives the model's name of a stored tensor, if it has one, and the pattern of the converter that takes it."""
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]

@@ -68,6 +68,7 @@ def _or_compare(command: Callable[..., None]) -> Callable[..., None]:
 @field_option(BenchSettings, "batch_sizes", "--batch_size", "batch_sizes")
 @field_option(BenchSettings, "draft_lens", "--draft_len", "draft_lens", default=(4, AUTO))
 @field_option(BenchSettings, "request_rate", metavar="R")
+@field_option(BenchSettings, "synthetic_acceptance", metavar="R")
 @field_options(BenchSettings, "output_len", "ignore_eos")
 @field_option(RequestOptions, "chat")
 @dataset_options
@@ -93,7 +94,8 @@ def bench(
 
     Standard output holds the results and nothing else.
     """
-    models.require_draft(settings.config)
+    if settings.synthetic_acceptance is None:
+        models.require_draft(settings.config)
 
     from specrun.engine_dir.config import open_engine
     from specrun.evaluation.bench import as_json, bench_each, in_order

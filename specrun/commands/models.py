@@ -37,6 +37,7 @@ threads_option = click.option(
 _CHECKPOINTS = field_options(
     BuildOptions,
     *("kv_cache_dtype", "max_seq_len", "tp_size", "verify", "device", "revision", "trust_remote_code", "text_model"),
+    "lora",
 )
 _BUILD = together(field_options(BuildOptions, "qformat", "max_batch_size"), _CHECKPOINTS)
 build_argument = packed("build", BuildOptions)

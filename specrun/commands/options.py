@@ -53,6 +53,8 @@ class TextFile(click.ParamType[Any]):
 
 SAMPLING = tuple(field.name for field in fields(SamplingParams) if field.name != "seed")
 """Names of the options of ``SamplingParams`` but for the seed."""
+_DRAWN = ("top_k", "top_p", "min_p", "top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold")
+"""Those that change nothing of greedy texts."""
 
 
 def sampling_options(temperature: float = 0.0, seed: int | None = None) -> Decorator:
@@ -60,6 +62,7 @@ def sampling_options(temperature: float = 0.0, seed: int | None = None) -> Decor
     defaults: dict[str, Any] = {"temperature": {"default": temperature}}
     bias = {"type": Parsed("list", parse_logit_bias), "default": "", "metavar": "ID:BIAS,.."}
     numbered = {} if seed is None else {"default": seed, "show_default": True, "help": "Seed of the draws."}
+    defaults["dry_sequence_breakers"] = {"show_default": r"\n : \" *", "metavar": "TEXT"}
     return together(
         packed("params", SamplingParams),
         *(field_option(SamplingParams, name, **defaults.get(name, {})) for name in SAMPLING[:-1]),
@@ -105,7 +108,7 @@ def note_unused_sampling(params: SamplingParams) -> None:
     if not params.greedy:
         if given("draft_confidence"):
             click.echo("note: --draft_confidence changes nothing: only greedy texts end drafts by confidence", err=True)
-    elif flags := given("top_k", "top_p", "min_p", "seed", "use_logits").values():
+    elif flags := given(*_DRAWN, "seed", "use_logits").values():
         click.echo(
             f"note: temperature 0 is greedy: {' and '.join(flags)} changes nothing; give --temperature too", err=True
         )

@@ -71,7 +71,8 @@ text_options = together(
     click.option(
         "--prompts",
         metavar="builtin|FILE",
-        help="Prompts with categories: a set of our own, or a file of MT-Bench, Spec-Bench, SPEED-Bench or ShareGPT.",
+        help="Prompts with categories: a set of our own, or a file of MT-Bench, Spec-Bench, HumanEval, GSM8K, MATH-500 "
+        "or ShareGPT.",
     ),
 )
 """Options of texts, which the command gets as ``texts``."""

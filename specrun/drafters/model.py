@@ -152,7 +152,7 @@ class ModelDrafter(Drafter):
                 logits = request.apply_penalties(logits, proposal.tokens)
             probability = largest_probability(logits) if self._ends_draft(request) else None
             if request.accepts_by_logits(self._use_logits):
-                q = probabilities(logits, params)
+                q = probabilities(logits, params.at(position))
                 if missing := self._vocab_size - len(q):
                     q = np.pad(q, (0, missing))
                 token = gumbel_argmax(q, exponential_noise(params.seed, Purpose.DRAFT, position, len(q)))

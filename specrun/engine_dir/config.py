@@ -362,8 +362,8 @@ class EngineConfig(Strict):
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a token's logits are the same bits whatever stands beside it, by the kernels' order of sums."""
-        return self.backend.name == "cuda"
+        """Whether a token's logits are the same bits whatever stands beside it: those of our own kernels."""
+        return self.backend.device == "cpu" or self.backend.name == "cuda"
 
     @property
     def reads_hidden(self) -> bool:

@@ -19,15 +19,18 @@ from typing import Any, NamedTuple
 from specrun.builder import BuildOptions, engines_of
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.processor import processor_name
-from specrun.engine_dir.config import EngineConfig
+from specrun.drafters.synthetic import SyntheticDrafter
+from specrun.engine_dir.config import EngineConfig, open_engine
 from specrun.errors import RequestError
 from specrun.evaluation.arrivals import arrival_times
 from specrun.evaluation.bench_passes import Pass, example, summarize
 from specrun.evaluation.bench_results import Result, shown_draft_len, vllm_names
 from specrun.evaluation.bench_settings import BenchSettings
 from specrun.evaluation.prompt_sets import BenchPrompt
+from specrun.evaluation.report.bandwidth import weight_bytes_of
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
+from specrun.speculative.host_round import HostRound
 from specrun.text.grammar import Grammar
 
 _WARM_UP_ROUNDS = 8
@@ -85,6 +88,10 @@ def bench_each(
     if not prompts:
         raise RequestError("no prompts: expected one or more")
     target_dir, draft_dir = engines_of(target, draft, build, check=settings.config.check)
+    rate, own = settings.synthetic_acceptance, settings.config
+    if rate is not None and draft_dir is None:
+        own = replace(own, draft="suffix")  # Something has to draft; it is not asked.
+    bytes_read = _bytes_read(target_dir)
     notes_told = False
 
     def on_warm_up(done: int, of: int) -> None:
@@ -97,10 +104,11 @@ def bench_each(
         tasks = [_task(alone, each, number, settings) for number, each in enumerate(asked, 1)]
         # Longest first: one that the target was not built for is an error before anything is measured.
         for draft_len in sorted(settings.fixed_draft_lens, key=lambda length: length or 0, reverse=True):
-            config = replace(settings.config, draft_len=draft_len)
+            config = replace(own, draft_len=draft_len)
             with SpeculativeDecoder.open(target_dir, draft_dir, config, on_warm_up=on_warm_up) as pair:
                 if (most := max(settings.batch_sizes)) > pair.max_batch_size:
                     raise RequestError(f"batch size {most}: the engines were built for at most {pair.max_batch_size}")
+                synthetic = None if rate is None else _synthetic(pair, rate, draft_dir is not None)
                 for size in settings.batch_sizes:
                     for note in () if notes_told else pair.notes:
                         report(f"note: {note}")
@@ -112,16 +120,38 @@ def bench_each(
                         decoder.scheduler.max_rows = size
                     passes, stopped = list[tuple[Pass, Pass]](), None
                     try:
-                        for each in _interleave(alone, pair, batches, settings, report):
+                        for each in _interleave(alone, pair, batches, settings, report, synthetic):
                             passes.append(each)
                     except KeyboardInterrupt as error:
                         if not passes:
                             raise
                         stopped = error
                     shown = example(pair, first) if (first := passes[0][1].first) else None
-                    yield replace(summarize(size, draft_len, passes, settings), example=shown)
+                    yield replace(summarize(size, draft_len, passes, settings, bytes_read), example=shown)
                     if stopped:
                         raise stopped
+
+
+def _synthetic(pair: SpeculativeDecoder, rate: float, takes_time: bool) -> SyntheticDrafter | None:
+    """Let drafts of ``pair`` be right at a rate; None where nothing is drafted. Raises RequestError."""
+    rounds = pair.scheduler.round
+    if not isinstance(rounds, HostRound):
+        raise RequestError("synthetic_acceptance: only for engines on the CPU; leave it out")
+    if rounds.drafter is None:
+        return None
+    drafter = SyntheticDrafter(rounds.drafter if takes_time else None, rate, pair.target.graph.vocab_size)
+    rounds.drafter = drafter
+    return drafter
+
+
+def _bytes_read(target_dir: Path) -> int | None:
+    """Bytes of weights that a step of the target reads, on a CPU; None where the package is missing that tells."""
+    if open_engine(target_dir).backend.device != "cpu":
+        return None
+    try:
+        return weight_bytes_of(target_dir)
+    except ImportError:
+        return None
 
 
 def _task(alone: SpeculativeDecoder, prompt: BenchPrompt, number: int, settings: BenchSettings) -> _Task:
@@ -163,17 +193,24 @@ def _interleave(
     batches: Callable[[], list[_Batch]],
     settings: BenchSettings,
     report: Callable[[str], None],
+    synthetic: SyntheticDrafter | None = None,
 ) -> Iterator[tuple[Pass, Pass]]:
     """Warm up, then let the two take turns: a pass of each for every repetition."""
+    is_whole, outputs = settings.again or synthetic is not None, list[list[list[int]]]()
     for decoder in (alone, pair):
-        for requests in batches():
-            for _ in islice(decoder.run([*requests]), None if settings.again else _WARM_UP_ROUNDS * len(requests)):
+        for place, requests in enumerate(batches()):
+            if synthetic and decoder is pair:  # Or ``auto`` would learn how good the other drafter is.
+                synthetic.tell(zip(requests, outputs[place], strict=True))
+            for _ in islice(decoder.run([*requests]), None if is_whole else _WARM_UP_ROUNDS * len(requests)):
                 pass
+            outputs.append([request.output for request in requests])
     for repetition in range(1, settings.repetitions + 1):
         ours, theirs = Pass(), Pass()
         for plain, drafted in zip(batches(), batches(), strict=True):
             arrivals = arrival_times(len(plain), settings, repetition)
             ours.decode(alone, plain, arrivals)
+            if synthetic:
+                synthetic.tell((new, known.output) for new, known in zip(drafted, plain, strict=True))
             theirs.decode(pair, drafted, arrivals)
         rates = f"{ours.tokens_per_second:.1f} tokens/s alone, {theirs.tokens_per_second:.1f} with the draft"
         report(f"  repetition {repetition}/{settings.repetitions}: {rates}")

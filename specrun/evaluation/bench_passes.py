@@ -83,8 +83,17 @@ def _clock(decoder: SpeculativeDecoder, began: float) -> npt.NDArray[np.float64]
     return np.array([elapsed, *(times or [0] * 4)])
 
 
-def summarize(size: int, draft_len: int | None, passes: Sequence[tuple[Pass, Pass]], settings: BenchSettings) -> Result:
-    """The result of one batch size and draft length. passes: of the target alone and the pair, by repetition."""
+def summarize(
+    size: int,
+    draft_len: int | None,
+    passes: Sequence[tuple[Pass, Pass]],
+    settings: BenchSettings,
+    bytes_read: int | None = None,
+) -> Result:
+    """The result of one batch size and draft length. passes: of the target alone and the pair, by repetition.
+
+    bytes_read: of weights, by a step of the target; None: not known.
+    """
     alone, pair = zip(*passes, strict=True)
 
     def speedup(ours: Pass, theirs: Pass) -> float:
@@ -103,6 +112,7 @@ def summarize(size: int, draft_len: int | None, passes: Sequence[tuple[Pass, Pas
     for theirs in pair:
         for category, stats in theirs.stats.items():
             by_category.setdefault(category, []).extend(stats)
+    split = split_of(passes, alpha or 0.0, lengths.tolist()) if timed else None
     later = [seconds for theirs in pair for seconds in theirs.later_tokens]
     return Result(
         batch_size=size,
@@ -124,7 +134,10 @@ def summarize(size: int, draft_len: int | None, passes: Sequence[tuple[Pass, Pas
         acceptance_by_position=[float((accepted >= n).sum() / (evaluated >= n).sum()) for n in places],
         tokens_per_round=1 + float(accepted.mean()),
         identical_ids=all(ours.ids == theirs.ids for ours, theirs in passes) if lossless else None,
-        split=split_of(passes, alpha or 0.0, lengths.tolist()) if timed else None,
+        split=split,
+        gigabytes_per_second_alone=bytes_read / split.target_step_ms.median / 1e6 if bytes_read and split else None,
+        gigabytes_per_second=bytes_read / split.verify_ms.median / 1e6 if bytes_read and split else None,
+        synthetic_acceptance=settings.synthetic_acceptance,
         token_ms=mean(later) * 1e3 if later else 0.0,
         speculative_decoding=speculative_decoding(one for stats in by_category.values() for one in stats),
         by_category={name: speculative_decoding(stats) for name, stats in by_category.items() if name},

@@ -94,6 +94,12 @@ class Result:
     """Milliseconds within which 99% of the pair's requests had their first token."""
     example: Example | None = None
     """Example text; None without a tokenizer."""
+    gigabytes_per_second_alone: float | None = None
+    """Gigabytes of weights a second that steps of the target alone read; None where steps are not timed."""
+    gigabytes_per_second: float | None = None
+    """The same of the target's passes over draft tokens."""
+    synthetic_acceptance: float | None = None
+    """Rate at which draft tokens were right by design; None: they were the draft's own."""
     again: bool = False
     """Whether the texts were asked for before. False: all are new."""
 

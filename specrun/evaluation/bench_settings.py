@@ -34,6 +34,10 @@ class BenchSettings:
     """Requests a second, at random times; the batch size is then the most at a time. Default: batch by batch.
 
     They come as on a server (a Poisson process)."""
+    synthetic_acceptance: float | None = None
+    """Accept draft tokens at this rate, whatever the draft; without DRAFT they take no time. Engines on the CPU.
+
+    Texts stay the target's own: it has written them before, and a draft token is its own one or a wrong one."""
     params: SamplingParams = field(default_factory=SamplingParams)
     ignore_eos: bool = True
     """Ignore stop ids. Off: outputs end as in use, after ``output_len`` tokens at the latest.
@@ -58,6 +62,11 @@ class BenchSettings:
                 raise RequestError(f"{name} {value}: expected 1 or more")
         if self.request_rate is not None and not 0 < self.request_rate < math.inf:
             raise RequestError(f"request_rate {self.request_rate}: expected a number of requests a second")
+        if self.synthetic_acceptance is not None:
+            if not 0 <= self.synthetic_acceptance <= 1:
+                raise RequestError(f"synthetic_acceptance {self.synthetic_acceptance}: expected 0 to 1")
+            if self.config.use_logits and not self.params.greedy:
+                raise RequestError("synthetic_acceptance: cannot be combined with rejection sampling; leave that out")
 
     @property
     def again(self) -> bool:

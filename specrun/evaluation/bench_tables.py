@@ -18,7 +18,9 @@ def table(results: Sequence[Result]) -> Group:
     """The results for people: two tables of at most 80 columns; draft, verify and host are a round's."""
     first = ("tokens/s\n", "speed-up\n", "predicted", "tokens\na round", "first\ntoken ms", "same\nids")
     speeds = new_table("batch", "draft\nlen", *first)
-    rounds = new_table("batch", "draft\nlen", "accepted %:\nby position", "draft\nms", "verify\nms", "host\nms")
+    rounds = new_table(
+        "batch", "draft\nlen", "accepted %:\nby position", "draft\nms", "verify\nms", "host\nms", "GB/s\n"
+    )
     for r in results:
         rate, split = r.acceptance_rate, r.split
         own = (str(r.batch_size), shown_draft_len(r.draft_len))
@@ -37,11 +39,16 @@ def table(results: Sequence[Result]) -> Group:
             *own,
             "-" if rate is None else f"{rate:.0%}\n" + " ".join(f"{100 * p:.0f}" for p in r.acceptance_by_position),
             *([f"{part.median:.2f}" for part in parts] or ["-"] * 3),
+            f"{r.gigabytes_per_second:.1f}\nalone {r.gigabytes_per_second_alone:.1f}"
+            if r.gigabytes_per_second is not None and r.gigabytes_per_second_alone is not None
+            else "-",
         )
     shown: list[Table | str] = [speeds, "", rounds, ""]
     if categories := _categories(results):
         shown += [categories, ""]
     shown += ["Medians of the repetitions; speed-ups from the lowest to the highest."]
+    if (rate := results[0].synthetic_acceptance) is not None:
+        shown.append(f"Draft tokens are right at a rate of {rate:g} by design (--synthetic_acceptance).")
     shown += [novelty(results), lengths(results), *arrivals(results), *advice(results)]
     return Group(*shown)
 

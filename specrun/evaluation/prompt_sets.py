@@ -1,7 +1,8 @@
 """Prompts for benchmarks: a set of our own, and files of other benchmarks.
 
 The categories of ours are SPEED-Bench's. Files are JSON lines or a JSON array; an item's prompt is the first turn that
-it has under one of the names below, as in MT-Bench, Spec-Bench, SPEED-Bench, ShareGPT and files of OpenAI's API.
+it has under one of the names below, as in MT-Bench, Spec-Bench, SPEED-Bench, HumanEval, GSM8K, MATH-500, ShareGPT and
+files of OpenAI's API.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from specrun.request.prompts import read_text
 
 BUILTIN = "builtin"
 _OURS = Path(__file__).with_name("prompts.jsonl")
-_TEXTS = ("prompt", "text", "question", "instruction")
+_TEXTS = ("prompt", "text", "question", "instruction", "problem")
+_CATEGORIES = ("category", "task", "subject")
 _TURNS = ("turns", "messages", "conversations")
 _ROLES, _USERS = ("role", "from"), ("user", "human")
 
@@ -44,7 +46,7 @@ def read_prompt_set(source: str) -> list[BenchPrompt]:
             raise RequestError(
                 f"--prompts {source}: item {number} has no prompt; expected one of the fields {expected}"
             )
-        category = item.get("category") or item.get("task") or ""
+        category = next((item[name] for name in _CATEGORIES if item.get(name)), "")
         bench_prompts.append(BenchPrompt(prompt, str(category)))
     if not bench_prompts:
         raise RequestError(f"--prompts {source}: no prompts")

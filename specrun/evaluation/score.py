@@ -71,8 +71,8 @@ def score(
     """Score ``text`` with a target, and compare its predictions with those of ``base``, a float32 engine say.
 
     target, base, build: as ``SpeculativeDecoder.open`` takes a target; a checkpoint as ``base`` keeps the format that
-    it has. context: tokens of a window; None: ``DEFAULT_CONTEXT``, or what the engines have. max_tokens: read only so
-    many tokens of the text.
+    it has, and gets no adapter. context: tokens of a window; None: ``DEFAULT_CONTEXT``, or what the engines have.
+    max_tokens: read only so many tokens of the text.
     Raises RequestError for a text of fewer than two tokens and for a context that does not fit, PairError where the two
     have different vocabularies, BackendError for engines on a GPU and for logits that are not finite.
     """
@@ -80,7 +80,7 @@ def score(
     with SpeculativeDecoder.open(target, None, config, tokenizer_dir, build=build) as ours:
         if base is None:
             return _score(ours, None, text, context, max_tokens)
-        plain = replace(build or BuildOptions(), qformat="auto", kv_cache_dtype="auto")
+        plain = replace(build or BuildOptions(), qformat="auto", kv_cache_dtype="auto", lora=None)
         with SpeculativeDecoder.open(base, None, config, tokenizer_dir, build=plain) as other:
             if ours.tokenizer.get_vocab() != other.tokenizer.get_vocab():
                 raise PairError(f"{base}: has another tokenizer than {target}, so their predictions are not comparable")

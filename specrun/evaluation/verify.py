@@ -157,7 +157,7 @@ def verify(
     params, config = (params or WARM).seeded(), config or DraftTargetConfig()
     target_dir, draft_dir = engines_of(target, draft, build)
     engine = read_config(target_dir, EngineConfig, EngineDirError, "specbuild engine")
-    if engine.backend.device != "cpu" and not engine.is_batch_invariant:
+    if not engine.is_batch_invariant:
         raise BackendError(
             f"{target_dir}: an engine of {engine.backend.name} for GPUs, whose texts are exact up to near-ties only; "
             "verify compares byte for byte: give one for the CPU, or of --backend cuda"
@@ -226,7 +226,8 @@ class _Check:
             numbers = range(part.texts, part.texts + self.rows)
             batch = [self._request(prompts[n % len(prompts)], params.seeded(n), length) for n in numbers]
             for number, request, logits in zip(numbers, self._run(batch), self._whole(batch), strict=True):
-                drawn, probs = np.array(request.output), np.stack([probabilities(row, params) for row in logits])
+                own = [request.params.at(len(request.prompt) + at) for at in range(len(logits))]
+                drawn, probs = np.array(request.output), np.stack(list(map(probabilities, logits, own)))
                 # Where a grammar forces the first tokens, the first one that is drawn; it is at the same place always.
                 first = int((np.count_nonzero(probs, axis=1) > 1).argmax())
                 firsts[number % len(prompts), drawn[first]] += 1
@@ -276,7 +277,9 @@ class _Check:
 
 def _processors(request: Request) -> Iterator[Callable[[Floats], Floats]]:
     """What the request does to the logits [V] of each token of its output, found from the text before it alone."""
-    counts = itertools.accumulate(request.output, TokenCounts.add, initial=TokenCounts.of(request.prompt))
+    counts = itertools.accumulate(
+        request.output, TokenCounts.add, initial=TokenCounts.of(request.prompt, request.breakers)
+    )
     matcher = request.grammar.start() if request.grammar else None
     for token, seen in zip(request.output, counts, strict=False):
         mask = matcher.mask(()) if matcher else None

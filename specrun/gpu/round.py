@@ -82,9 +82,6 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         self.rows = DeviceRows(self.device, *sizes, max_draft_len, use_logits)
         drafter = make_drafter(self.rows) if make_drafter and max_draft_len else None
         super().__init__(runner, drafter, max_draft_len, use_logits)
-        if not target.config.is_batch_invariant:
-            name = target.config.backend.name
-            self.note = f"engines of {name} on GPUs are exact up to near-ties, those of --backend cuda to the bit"
         other_rows = drafter.other_rows if drafter else None
         self._all_rows = [self.rows, other_rows] if other_rows else [self.rows]
         positions = (max_rows, max_draft_len + 1)

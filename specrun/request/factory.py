@@ -23,6 +23,7 @@ from specrun.text.detokenizer import Detokenizer, TextStream
 from specrun.text.grammar import Constraint, Grammar, Grammars
 from specrun.text.reasoning import ReasoningChoice, Thought
 from specrun.text.text_encoder import TextEncoder
+from specrun.text.token_bytes import TokenBytes
 from specrun.text.tokenizer import TOKENIZER_NAME, load_tokenizer, tokenizer_files
 from specrun.text.tool_call_parser import ExpectedCalls
 from specrun.text.tool_formats.base import ToolFormat
@@ -71,6 +72,7 @@ class RequestFactory:
         self._tokenizer_dir = tokenizer_dir
         self._grammars = Grammars(lambda: self.tokenizer, target.eos_token_ids)
         self._encoder = TextEncoder(lambda: self.tokenizer, target.build_config.max_input_len)
+        self._known_breakers: tuple[Sequence[str], frozenset[int]] = (), frozenset()
         self._chats = ChatPrompts(tokenizer_dir, chat_template, tool_format, reasoning_format)
 
     @cached_property
@@ -177,12 +179,24 @@ class RequestFactory:
             grammar=grammar,
             expected_calls=self._expected_calls(options.tools),
             thought=thought,
+            breakers=self._breakers(params),
         )
         wanted = options.fixed_draft_len
         request.stats.max_draft_len = self.draft_len if wanted is None else wanted
         self.check(request)
         self._check_options(request)
         return request
+
+    def _breakers(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that hold one of the texts that end a repetition."""
+        if not params.dry_multiplier or self._detokenizer is None:
+            return frozenset()
+        texts = tuple(params.dry_sequence_breakers)
+        if self._known_breakers[0] != texts:  # Texts of a kind come one after another, and a vocabulary is long.
+            names, wanted = TokenBytes(self.tokenizer), [text.encode() for text in texts]
+            found = (token for token in names.ids if any(text in names.of(token) for text in wanted))
+            self._known_breakers = texts, frozenset(found)
+        return self._known_breakers[1]
 
     def _expected_calls(self, tools: Tools | None) -> ExpectedCalls | None:
         if tools is None:
@@ -220,6 +234,8 @@ class RequestFactory:
             f"draft_len {draft_len}: expected 0 to {self.draft_len}, as this pair was opened",
             "draft_len",
         )
+        if self.target.backend.device != "cpu" and (name := request.params.of_hosts):
+            raise RequestError(f"{name}: only a target on the CPU has it; leave it out", name)
 
     def _check_options(self, request: Request) -> None:
         """Raise RequestError, naming the parameter, for what is harmless but cannot be meant."""

@@ -79,6 +79,8 @@ class Request(Checked):
     """Calls of tools that the text may contain; the server parses them."""
     thought: Thought | None = None
     """Thought that the text may begin with; the server parses it."""
+    breakers: frozenset[int] = frozenset()
+    """Ids of the tokens that hold one of ``params.dry_sequence_breakers``."""
     has_logits_processors: bool = field(init=False)
     """True if its logits are changed before they become a distribution."""
     matcher: Matcher | None = field(init=False)
@@ -110,7 +112,7 @@ class Request(Checked):
         self.has_logits_processors = (
             self.params.has_logits_processors or self.options.min_output_len > 0 or self.matcher is not None
         )
-        self._counts = TokenCounts.of(self.prompt if self.params.has_penalties else ())
+        self._counts = TokenCounts.of(self.prompt if self.params.has_penalties else (), self.breakers)
 
     @property
     def output(self) -> list[int]:

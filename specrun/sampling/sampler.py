@@ -13,26 +13,23 @@ import functools
 import math
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from specrun.arguments import Checked, Limit, number, show, whole
+from specrun.arguments import Checked, Limit, between, number, show, whole
 from specrun.errors import BackendError, RequestError
 from specrun.sampling.limits import MAX_BIASES
-
-Floats = npt.NDArray[np.float32]
+from specrun.sampling.truncation import Floats as Floats
+from specrun.sampling.truncation import kth_largest, least_of_mass, typical, within_sigmas, without_top_choices
 
 SEEDS = 1 << 64
 """Number of seeds."""
 LARGEST_BIAS = 1000
 """The largest penalty or bias: beyond it logits would leave float32, or nothing would change any more."""
-
-_BLOCK, _FEW = 64, 1024
-"""Vocabularies are large and what is looked for is among few tokens: values of a block, tokens that are looked at."""
 
 NON_FINITE_LOGITS = "an engine's logits are not numbers (NaN or infinite); the model overflows its dtype, or is damaged"
 
@@ -43,12 +40,19 @@ class Purpose(enum.IntEnum):
     TARGET = 0
     DRAFT = 1
     ACCEPT = 2
+    XTC = 3
 
 
 _TEMPERATURE = Limit("0 (greedy) or a positive number", lambda value: 0 <= value < math.inf)
 _TOP_K = Limit("0 (off) or a positive number", lambda value: value >= 0)
 _TOP_P = Limit("more than 0 and at most 1 (off)", lambda value: 0 < value <= 1)
 _MIN_P = Limit("0 (off) to 1", lambda value: 0 <= value <= 1)
+_SHARE = Limit("0 to 1", lambda value: 0 <= value <= 1)
+_SIGMAS = Limit("0 (off) or a positive number", lambda value: 0 <= value < math.inf)
+_MULTIPLIER = Limit(f"0 (off) to {LARGEST_BIAS}", lambda value: 0 <= value <= LARGEST_BIAS)
+_WINDOW = Limit("-1 (the whole text) or more", lambda value: value >= -1)
+_FEW = Limit("at most 16 texts", lambda value: len(value) <= 16)
+_BASE = Limit("1 to 100", lambda value: 1 <= value <= 100)
 _SEED = Limit("0 to 2**64 - 1", lambda value: 0 <= value < SEEDS)
 _FACTOR = Limit(
     f"1 (off), or {1 / LARGEST_BIAS} to {LARGEST_BIAS}", lambda value: 1 / LARGEST_BIAS <= value <= LARGEST_BIAS
@@ -80,8 +84,17 @@ class SamplingKeywords(TypedDict, total=False):
     seed: int | None
     min_p: float
     repetition_penalty: float
+    repeat_last_n: int
     presence_penalty: float
     frequency_penalty: float
+    top_n_sigma: float
+    typical_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_sequence_breakers: str | Sequence[str]
     logit_bias: Mapping[int, float]
 
 
@@ -106,10 +119,28 @@ class SamplingParams(Checked):
     """Keep tokens at least so many times as likely as the likeliest; 0: off."""
     repetition_penalty: Annotated[float, _FACTOR] = 1.0
     """Penalty of every token of prompt and output; 1: off."""
+    repeat_last_n: Annotated[int, _WINDOW] = -1
+    """Last tokens of the text that ``repetition_penalty`` looks at; -1: all."""
     presence_penalty: Annotated[float, _SUMMAND] = 0.0
     """Penalty of every token of the output; 0: off."""
     frequency_penalty: Annotated[float, _SUMMAND] = 0.0
     """Penalty of every token, times its count in the output; 0: off."""
+    top_n_sigma: Annotated[float, _SIGMAS] = 0.0
+    """Keep tokens whose logits are at most so many standard deviations below the largest; 0: off."""
+    typical_p: Annotated[float, _TOP_P] = 1.0
+    """Keep the tokens nearest to the entropy that have this mass together (locally typical); 1: off."""
+    xtc_probability: Annotated[float, _MIN_P] = 0.0
+    """Chance that XTC takes the likeliest tokens away; 0: off."""
+    xtc_threshold: Annotated[float, _SHARE] = 0.1
+    """Probability of the tokens that XTC takes away, but for the least likely of them."""
+    dry_multiplier: Annotated[float, _MULTIPLIER] = 0.0
+    """DRY's penalty of a token that continues a repetition of dry_allowed_length tokens; 0: off."""
+    dry_base: Annotated[float, _BASE] = 1.75
+    """Factor of DRY's penalty for every further token of the repetition."""
+    dry_allowed_length: Annotated[int, between(1, 1000)] = 2
+    """Longest repetition in tokens that DRY lets go on."""
+    dry_sequence_breakers: Annotated[str | Sequence[str], _FEW] = ("\n", ":", '"', "*")
+    """Texts whose tokens end a repetition for DRY."""
     logit_bias: Annotated[Mapping[int, float], _biases] = field(default_factory=dict)
     """Numbers to add to these tokens' logits; -inf forbids a token."""
 
@@ -120,6 +151,12 @@ class SamplingParams(Checked):
             seed = 0 if self.greedy else secrets.randbits(32)
         seed = (seed + offset) % SEEDS
         return self if seed == self.seed else replace(self, seed=seed)
+
+    def at(self, position: int) -> SamplingParams:
+        """The same where XTC's chance is decided for ``position``, by the seed: draft and target decide alike."""
+        if self.greedy or self.xtc_probability in (0, 1):
+            return self
+        return replace(self, xtc_probability=float(uniform(self.seed, Purpose.XTC, position) < self.xtc_probability))
 
     @property
     def greedy(self) -> bool:
@@ -134,15 +171,29 @@ class SamplingParams(Checked):
     @property
     def has_penalties(self) -> bool:
         """Whether the tokens of the text change logits."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.dry_multiplier
+        return penalties != (1, 0, 0, 0)
+
+    @property
+    def of_hosts(self) -> str | None:
+        """The first field that is set and that no kernel for GPUs knows; None: there is none."""
+        fields = {
+            "repeat_last_n": self.repeat_last_n != -1 and self.repetition_penalty != 1,
+            "dry_multiplier": self.dry_multiplier > 0,
+            "top_n_sigma": self.top_n_sigma > 0 and not self.greedy,
+            "typical_p": self.typical_p < 1 and not self.greedy,
+            "xtc_probability": self.xtc_probability > 0 and not self.greedy,
+        }
+        return next((name for name, is_set in fields.items() if is_set), None)
 
 
 def probabilities(logits: Floats, params: SamplingParams) -> Floats:
     """The distribution that tokens are drawn from: logits [V] -> float32 [V], which sum to 1.
 
-    Temperature, then min-p (tokens at least min_p times as likely as the likeliest), then top-k, then top-p (the
-    smallest set of most likely tokens whose mass reaches top_p). Tokens that tie with the last one kept are kept too,
-    so the result does not depend on their order.
+    Temperature and top-n-sigma, then min-p (tokens at least min_p times as likely as the likeliest), then top-k, then
+    typical-p, then top-p (the smallest set of most likely tokens whose mass reaches top_p), then XTC, which
+    ``params.at`` has decided. Tokens that tie with the last one kept are kept too, so the result does not depend on
+    their order.
     Raises BackendError where the largest logit is not a finite number.
     """
     kept = _weights(logits, params)
@@ -169,39 +220,26 @@ def _weights(logits: Floats, params: SamplingParams) -> Floats:
     with np.errstate(over="ignore"):  # Far below the best token, -inf is right.
         weights: Floats = logits - logits[best]
         weights /= temperature
+    near = within_sigmas(weights, params.top_n_sigma) if params.top_n_sigma > 0 else None
     np.exp(weights, out=weights)
+    if near is not None:
+        weights *= near
     if params.min_p > 0:
         weights *= weights >= np.float32(params.min_p)
     if 0 < params.top_k < len(logits):
-        weights *= weights >= _kth_largest(weights, params.top_k)
+        weights *= weights >= kth_largest(weights, params.top_k)
+    if params.typical_p < 1:
+        weights /= weights.sum()
+        weights *= typical(weights, params.typical_p)
     if params.top_p < 1:
         weights /= weights.sum()
-        weights *= weights >= _least_of_mass(weights, params.top_p)
+        weights *= weights >= least_of_mass(weights, params.top_p)
+    if params.xtc_probability > 0:
+        if params.xtc_probability < 1:
+            raise ValueError("XTC is not decided yet; see SamplingParams.at")
+        weights /= weights.sum()
+        weights *= without_top_choices(weights, params.xtc_threshold)
     return weights
-
-
-def _kth_largest(values: Floats, k: int) -> float:
-    """The k-th largest of values [V], k of 1 to V."""
-    # At least k values are as large as the k-th largest of the blocks' largest ones; the others need not be looked at.
-    block = min(_BLOCK, len(values) // (2 * k))
-    if block > 1:
-        largest = values[: len(values) // block * block].reshape(block, -1).max(0)
-        values = values.compress(values >= np.partition(largest, -k)[-k])
-    return float(np.partition(values, -k)[-k])
-
-
-def _least_of_mass(probs: Floats, mass: float) -> float:
-    """The least likely of the fewest most likely tokens of probs [V] that have ``mass`` together."""
-    # Sorting 100,000 tokens takes milliseconds. Those below half of an even share of what is to be cut off are never
-    # needed, and mostly a few have the mass.
-    few = probs = probs.compress(probs >= (1 - mass) / (2 * len(probs)))
-    if len(probs) > _FEW:
-        few = probs.compress(probs >= _kth_largest(probs, _FEW))
-        if few.sum(dtype=np.float64) < mass:
-            few = probs
-    descending = np.sort(few)[::-1]
-    reached = int(descending.astype(np.float64).cumsum().searchsorted(mass))
-    return float(descending[min(reached, len(few) - 1)])
 
 
 def whole_nan(logits: Floats) -> Floats:
@@ -292,7 +330,7 @@ def log_probability(logits: Floats, token: int, top: int) -> TokenLogprob:
         return TokenLogprob(math.nan, [])
     with np.errstate(over="ignore"):  # Far below the best token, -inf is right.
         total = float(best) + math.log(np.exp(logits - best).sum(dtype=np.float64))
-    few = np.flatnonzero(logits >= _kth_largest(logits, min(top, len(logits)))) if top else np.zeros(0, np.int64)
+    few = np.flatnonzero(logits >= kth_largest(logits, min(top, len(logits)))) if top else np.zeros(0, np.int64)
     likeliest = few[np.argsort(-logits[few], kind="stable")[:top]].tolist()
     return TokenLogprob(
         float(logits[token]) - total,
@@ -304,4 +342,6 @@ def sample(logits: Floats, params: SamplingParams, position: int, purpose: Purpo
     """The token a model chooses at ``position``: logits [V] -> id. Raises BackendError as ``probabilities``."""
     if params.greedy:
         return _likeliest(logits)
-    return gumbel_argmax(_weights(logits, params), exponential_noise(params.seed, purpose, position, len(logits)))
+    return gumbel_argmax(
+        _weights(logits, params.at(position)), exponential_noise(params.seed, purpose, position, len(logits))
+    )

@@ -166,7 +166,7 @@ class HostRound(Round[ModelRunner, Drafter]):
         params, position, drafts = request.params, len(request.tokens), proposal.tokens
         if not request.accepts_by_logits(self.use_logits):
             return accept_tokens(drafts, (sample(row, params, position + i) for i, row in enumerate(logits)))
-        target = (probabilities(row, params) for row in logits)
+        target = (probabilities(row, params.at(position + i)) for i, row in enumerate(logits))
         uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
         probs = proposal.probs or deterministic(drafts, vocab_size)
         accepted, weights = accept_logits(drafts, probs, target, uniforms)

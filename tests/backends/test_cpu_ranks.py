@@ -265,7 +265,7 @@ def test_other_versions_are_refused(engine: Any, package: str, monkeypatch: pyte
 def test_what_no_rank_computes_is_refused(shared: Path, tmp_path: Path) -> None:
     """Engines of ONNX Runtime for CUDA, and more ranks than there are heads."""
     checkpoint = make_checkpoint(shared, "llama3")
-    with pytest.raises(BackendError, match="--tp_size: engines of onnxruntime are divided for CPUs only"):
+    with pytest.raises(BackendError, match="--tp_size: only engines for CPUs and those of TensorRT are divided"):
         make_engine(checkpoint, tmp_path / "e", tp_size=2, backend="onnxruntime", device="cuda")
     with pytest.raises(BuildConfigError, match="--tp_size 5"):
         make_engine(checkpoint, tmp_path / "e", tp_size=5)

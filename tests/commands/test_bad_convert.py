@@ -185,7 +185,7 @@ def test_adapters_and_gguf_are_called_what_they_are(hf: Path, out: Path, tmp_pat
         shutil.copytree(hf / "target", folder) if whole else folder.mkdir()
         (folder / "adapter_config.json").write_text(json.dumps(adapter))
         (folder / "adapter_model.safetensors").write_bytes(b"")
-        says(convert_error(folder, out), folder, "holds an adapter", "some/base", "merge_and_unload")
+        says(convert_error(folder, out), folder, "holds an adapter", "some/base", "--lora")
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "model-q4.gguf").write_bytes(b"GGUF")
     says(convert_error(tmp_path / "gguf", out), "model-q4.gguf: not a GGUF file, or truncated", "download it again")

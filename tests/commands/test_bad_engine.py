@@ -126,7 +126,7 @@ def test_directories_must_be_named(onnx: Path, out: Path) -> None:
         ("checkpoint_dir: ~\noutput_dir: b\n", ["checkpoint_dir is missing"]),
         ("checkpoint_dir: a\nengines:\n- {output_dir: b}\n- {output_dir: b}\n", ["same output_dir"]),
         ("checkpoint_dir: a\noutput_dir: b\nmax_batch_size: many\n", ["engine 1: max_batch_size", "found 'many'"]),
-        ("checkpoint_dir: a\noutput_dir: b\nbackend: cuda\n", ["engine 1: backend", "found 'cuda'", "tensorrt_rtx"]),
+        ("checkpoint_dir: a\noutput_dir: b\nbackend: rocm\n", ["engine 1: backend", "found 'rocm'", "tensorrt_rtx"]),
     ],
 )
 def test_settings_file(tmp_path: Path, text: str, fragments: list[str]) -> None:

@@ -41,7 +41,7 @@ def test_help_of_each_command(call: Callable[..., Result], command: str, option:
     assert option in result.stdout
 
 
-@pytest.mark.parametrize("args", [("convert",), ("engine", "--backend", "cuda"), ("bake",), ("convert", "--modle_dir")])
+@pytest.mark.parametrize("args", [("convert",), ("engine", "--backend", "rocm"), ("bake",), ("convert", "--modle_dir")])
 def test_usage_errors_of_specbuild(args: tuple[str, ...]) -> None:
     says(usage_error(build(*args)), "Usage: specbuild", "Error: ")
 

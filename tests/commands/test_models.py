@@ -166,7 +166,7 @@ def test_files_that_specbuild_does_not_read_are_named_as_check_does(tmp_path: Pa
         "model.gguf": ("model.gguf: not a GGUF file, or truncated",),
         "weights.safetensors": ("is a file", "wants the directory that holds config.json"),
         "folder": ("model.gguf: not a GGUF file, or truncated",),
-        "adapter": ("holds an adapter (adapter_config.json) for owner/base", "merge_and_unload"),
+        "adapter": ("holds an adapter (adapter_config.json) for owner/base", "--lora"),
         "bare": ("no config.json; expected a Hugging Face checkpoint directory",),
     }
     for name, fragments in expected.items():

@@ -380,3 +380,48 @@ def test_what_was_measured_before_it_was_stopped_is_kept(engines: Path) -> None:
     assert [result.draft_len for result in found] == [3, 2]
     assert [result.draft_len for result in in_order(found[1:], settings)] == [2]
     assert found[1].tokens_per_second.median > 0
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+def test_drafts_that_are_right_at_a_rate(run: Bench, rate: float, params: SamplingParams) -> None:
+    """Whatever the draft, which is always wrong here when it is greedy."""
+    settings = {"synthetic_acceptance": rate, "params": params, "output_len": 100}
+    (result,) = run(TARGET, -TARGET, batch_sizes=(2,), **settings)
+    assert result.identical_ids
+    assert result.acceptance_rate == pytest.approx(rate, abs=0.15 if 0 < rate < 1 else 0)
+    assert result.tokens_per_round == pytest.approx(sum(rate**place for place in range(5)), rel=0.2)
+    assert result.split and result.split.draft_step_ms.median > 0, "the draft takes its time"
+    assert f"right at a rate of {rate:g} by design" in shown([result])
+
+
+def test_an_oracle_needs_no_draft(tmp_path: Path) -> None:
+    target = save_table_engine(tmp_path / "target", TARGET, max_batch_size=4)
+    settings = BenchSettings(draft_lens=(3, None), output_len=40, repetitions=1, synthetic_acceptance=1)
+    for result in bench(target, None, PROMPTS, settings):
+        assert result.identical_ids and result.acceptance_rate == 1
+        assert result.split and result.split.draft_step_ms.median == 0
+        if result.draft_len:
+            assert result.tokens_per_round == pytest.approx(4, rel=0.05)
+
+
+def test_a_rate_that_means_nothing() -> None:
+    with pytest.raises(RequestError, match="synthetic_acceptance 2: expected 0 to 1"):
+        BenchSettings(synthetic_acceptance=2)
+    with pytest.raises(RequestError, match="cannot be combined with rejection sampling"):
+        BenchSettings(synthetic_acceptance=0.5, params=SAMPLED, config=DraftTargetConfig(use_logits=True))
+
+
+def test_gigabytes_beside_tokens(run: Bench) -> None:
+    (result,) = run(TARGET, TARGET)
+    assert result.split and result.gigabytes_per_second and result.gigabytes_per_second_alone
+    ratio = result.gigabytes_per_second_alone / result.gigabytes_per_second
+    assert ratio == pytest.approx(result.split.verify_ms.median / result.split.target_step_ms.median)
+    assert "GB/s" in shown([result])
+
+
+def shown(results: list[Result]) -> str:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table(results))
+    return capture.get()

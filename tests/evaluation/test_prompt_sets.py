@@ -46,6 +46,15 @@ def test_ours_has_every_category_alike() -> None:
             [{"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "a"}], "task": "qa"}],
             [("a", "qa")],
         ),
+        (  # HumanEval
+            [{"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "x"}],
+            [("def f():\n", "")],
+        ),
+        ([{"question": "a", "answer": "#### 1"}], "a"),  # GSM8K
+        (  # MATH-500
+            [{"problem": "a", "solution": "b", "answer": "1", "subject": "Algebra", "level": 2, "unique_id": "x"}],
+            [("a", "Algebra")],
+        ),
         ([{"prompt": "a", "category": None}, {"question": "b"}, {"text": " ", "instruction": "c"}], "abc"),
     ],
 )

@@ -60,7 +60,7 @@ def test_usual_values_are_what_the_engines_take(tmp_path: Path, monkeypatch: pyt
 
 def test_the_files_options_are_the_candidates(engines: Path, hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(hf)
-    build = BuildOptions(kv_cache_dtype="int8", revision="v1")
+    build = BuildOptions(kv_cache_dtype="int8", revision="v1", lora="draft")
     best = Candidate("draft", 2, 1, "int8", num_threads() + 1)
     assert as_options(best, "target", build) == {
         "target": str(hf / "target"),
@@ -70,6 +70,7 @@ def test_the_files_options_are_the_candidates(engines: Path, hf: Path, monkeypat
         "kv_cache_dtype": "int8",
         "max_batch_size": 1,
         "revision": "v1",
+        "lora": str(hf / "draft"),
         "threads": num_threads() + 1,
     }
     best = Candidate("suffix", "auto", 4, "auto", num_threads())

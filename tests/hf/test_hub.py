@@ -263,7 +263,7 @@ WRONG = {
     "mistral": Wrong(replace_weights("consolidated.safetensors"), ("no model.safetensors and no model.safetensors.i",)),
     "adapter": Wrong(
         lambda files: files.update({"adapter_config.json": b'{"base_model_name_or_path": "us/base"}'}),
-        ("holds an adapter (adapter_config.json) for us/base", "merge_and_unload"),
+        ("holds an adapter (adapter_config.json) for us/base", "--lora"),
     ),
     "head": Wrong(as_head, ("holds a draft head, not a whole model", "--head_of")),
     "head's pickle": Wrong(as_head, ("only pickled weights (pytorch_model.bin)", "--allow_pickle"), True),

@@ -63,11 +63,14 @@ def test_every_field_arrives() -> None:
         repetition_penalty=1.1, temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, max_tokens=9, min_tokens=3,
         logprobs=2, echo=True, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True},
         response_format={"type": "json_object"}, draft_len=3, acceptance="logits", user="u",
-        stop_token_ids=[7],
+        stop_token_ids=[7], top_n_sigma=1.5, typical_p=0.8, xtc_probability=0.5, xtc_threshold=0.2, repeat_last_n=64,
+        dry_multiplier=0.8, dry_base=2, dry_allowed_length=3, dry_sequence_breakers=["x"],
     )  # fmt: skip
     assert body.params == SamplingParams(
         seed=SEEDS - 1, logit_bias={5: -100}, presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1,
-        temperature=0.7, top_p=0.9, top_k=40, min_p=0.05,
+        temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, top_n_sigma=1.5, typical_p=0.8, xtc_probability=0.5,
+        xtc_threshold=0.2, repeat_last_n=64, dry_multiplier=0.8, dry_base=2, dry_allowed_length=3,
+        dry_sequence_breakers=("x",),
     )  # fmt: skip
     assert body.options == RequestOptions(
         max_output_len=9, min_output_len=3, stop=("a", "b"), stop_ids=(7,), logprobs=2, echo=True, draft_len=3,

@@ -197,7 +197,8 @@ def as_options(best: Candidate, target: str | Path, build: BuildOptions) -> dict
         options["draft_model"] = _named(draft)
         models.append(draft)
     if any(is_checkpoint(model) for model in models):
-        built = asdict(replace(build, qformat=best.qformat, max_batch_size=best.batch_size))
+        lora = build.lora and _named(build.lora)
+        built = asdict(replace(build, qformat=best.qformat, max_batch_size=best.batch_size, lora=lora))
         usual = asdict(BuildOptions())
         options |= {name: value for name, value in built.items() if value != usual[name]}
     if best.threads != num_threads():
