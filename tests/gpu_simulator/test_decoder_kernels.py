@@ -226,6 +226,16 @@ def test_layers_that_do_not_fit_together_are_refused(
         pass
 
 
+def test_rounds_may_be_wider_than_prompts(engine_of: Callable[..., Path], tmp_path: Path) -> None:
+    """Buffers hold a whole batch that checks drafts, however short the prompts are that an engine takes."""
+    onnx = engine_of("qwen2").parent / "onnx"
+    engine = make_engine(onnx, tmp_path / "engine", backend="cuda", max_batch_size=4, max_input_len=2, max_draft_len=7)
+    ids = np.random.default_rng(6).integers(1, VOCAB, (4, 8))
+    with opened(engine) as passes, opened(engine_of("qwen2")) as others:
+        found, expected = (each.run(ids, [0] * 4, [range(8)] * 4) for each in (passes, others))
+    assert np.array_equal(found, expected)
+
+
 def test_kernels_run_backwards_too(engine_of: Callable[..., Path]) -> None:
     """Threads and blocks in the opposite order, in which the last block is another one."""
     ids = np.random.default_rng(5).integers(1, VOCAB, (2, 40))

@@ -14,6 +14,7 @@ from typing_extensions import override
 from specrun.devices import DeviceArray
 from specrun.devices.cuda import CudaDevice
 from specrun.engine_dir.config import LAYER_WEIGHTS_NAME, LAYERS_NAME, EngineConfig
+from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.engine_dir.layers import Decoder
 from specrun.engine_dir.small_files import read_small
 from specrun.errors import BackendError, EngineDirError
@@ -97,7 +98,8 @@ class CudaBackend(DeviceBackend):
     def _sizes(self) -> list[tuple[tuple[int, ...], type[np.generic]]]:
         """Shape and type of each of ``Buffers``."""
         decoder, build = self.decoder, self.config.build_config
-        rows, longest = build.max_batch_size, build.max_input_len
+        round_len = max(build.max_draft_len + 1, FIRST_DRAFT_STEP_LEN)
+        rows, longest = build.max_batch_size, max(build.max_input_len, round_len)
         count = min(PASS_TOKENS, rows * longest)
         queries = decoder.num_heads * decoder.head_dim
         heads = decoder.num_heads + 2 * decoder.num_kv_heads
@@ -108,7 +110,6 @@ class CudaBackend(DeviceBackend):
         blocks = [(tokens.rows * decoder.num_kv_heads, *attention_blocks(decoder, tokens)) for tokens in passes]
         partial = max((math.prod(block) for block in blocks if block[2] > 1), default=1)
         counters = max(max(own * tiles for own, tiles, _ in blocks), heads * -(-count // 8))
-        wanted = rows * max(1, build.max_draft_len + 1, 2)
         return [
             ((count, decoder.width), np.float32),
             ((count,), np.int32),
@@ -119,7 +120,7 @@ class CudaBackend(DeviceBackend):
             ((count, decoder.layers[0].down.inputs), np.uint16),
             ((partial, partial_size(decoder)), np.float32),
             ((counters,), np.uint32),
-            ((wanted, decoder.width), np.float32),
+            ((rows * round_len, decoder.width), np.float32),
         ]
 
 
