@@ -7,6 +7,7 @@ that to the stream. Then it normalizes, projects to a gate and to what is gated,
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import numpy as np
@@ -29,6 +30,8 @@ ALIGNMENT = 256
 Activation = Literal["silu", "gelu_tanh"]
 """Activations, as decoder.cu numbers them."""
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+TensorType = Literal["float32", "uint16", "uint8"]
+"""Types of numpy: uint16 for float16 and bfloat16, uint8 for codes."""
 HEAD_DIMS = tuple(range(TILE, 257, TILE))
 """Widths of a head that the kernels support."""
 
@@ -38,13 +41,22 @@ class StoredTensor(Strict):
 
     offset: int = Field(ge=0, multiple_of=ALIGNMENT)
     shape: tuple[Size, ...]
-    dtype: Literal["float32", "uint16", "uint8"]
-    """Type of numpy: uint16 for float16 and bfloat16, uint8 for codes."""
+    dtype: TensorType
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def place_tensors(tensors: Iterable[tuple[str, tuple[int, ...], TensorType]]) -> dict[str, StoredTensor]:
+    """Where tensors of these names, shapes and types lie in the file, one behind the other."""
+    places: dict[str, StoredTensor] = {}
+    end = 0
+    for name, shape, dtype in tensors:
+        places[name] = StoredTensor(offset=end, shape=shape, dtype=dtype)
+        end = -(-(end + places[name].nbytes) // ALIGNMENT) * ALIGNMENT
+    return places
 
 
 class Norm(Strict):

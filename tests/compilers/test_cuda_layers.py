@@ -57,6 +57,12 @@ def test_other_models_are_told_which_layer_is_in_the_way(tmp_path: Path, family:
     assert not (tmp_path / "engine").exists()
 
 
+def test_a_gate_with_a_bias_is_not_taken_for_one_without(tmp_path: Path) -> None:
+    hf = save_checkpoint(tmp_path / "hf", "llama3", dtype=torch.bfloat16, mlp_bias=True)
+    with pytest.raises(BuildError, match="layer 0: a gate with a bias"):
+        make_engine(make_onnx(hf, tmp_path / "onnx", verify=False), tmp_path / "engine", backend="cuda")
+
+
 def test_numbers_of_other_kinds_are_told_how_to_convert(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="convert with --dtype bfloat16 or float16"):
         build(tmp_path / "float32", "llama3", torch.float32)

@@ -29,7 +29,6 @@ from specrun.engine_dir.config import (
     Provenance,
 )
 from specrun.engine_dir.layers import (
-    ALIGNMENT,
     KERNELS,
     TILE,
     Attention,
@@ -37,7 +36,8 @@ from specrun.engine_dir.layers import (
     Layer,
     Linear,
     Norm,
-    StoredTensor,
+    TensorType,
+    place_tensors,
 )
 from specrun.gpu.backend import Feed
 from specrun.gpu.decoder.backend import CudaBackend
@@ -124,23 +124,19 @@ def _bytes(decoder: Decoder, linear: Linear) -> int:
 
 def _decoder(shape: Shape, size: Size) -> Decoder:
     """Every layer has weights of its own, as a GPU's cache would hold shared ones."""
-    tensors: dict[str, StoredTensor] = {}
-    end = 0
+    tensors: list[tuple[str, tuple[int, ...], TensorType]] = []
 
-    def add(name: str, *sizes: int) -> str:
-        nonlocal end
-        is_vector = len(sizes) == 1 or name in ("cos", "sin")
-        stored = sizes if is_vector else (-(-sizes[0] // TILE), sizes[1] // TILE, TILE * TILE)
-        tensors[name] = StoredTensor(offset=end, shape=stored, dtype="float32" if is_vector else "uint16")
-        end = -(-(end + tensors[name].nbytes) // ALIGNMENT) * ALIGNMENT
+    def vector(name: str, *sizes: int) -> str:
+        tensors.append((name, sizes, "float32"))
         return name
 
     def linear(name: str, outputs: int, inputs: int) -> Linear:
-        return Linear(weight=add(name, outputs, inputs), inputs=inputs, outputs=outputs)
+        tensors.append((name, (-(-outputs // TILE), inputs // TILE, TILE * TILE), "uint16"))
+        return Linear(weight=name, inputs=inputs, outputs=outputs)
 
     length, queries = _cache_length(size), shape.heads * shape.head_dim
-    norm = Norm(weight=add("norm", shape.width), epsilon=1e-5)
-    cos, sin = (add(name, length, shape.head_dim // 2) for name in ("cos", "sin"))
+    norm = Norm(weight=vector("norm", shape.width), epsilon=1e-5)
+    cos, sin = (vector(name, length, shape.head_dim // 2) for name in ("cos", "sin"))
     attention = Attention(scale=1 / math.sqrt(shape.head_dim), rotated=shape.head_dim, cos=cos, sin=sin)
     layers = [
         Layer(
@@ -168,7 +164,7 @@ def _decoder(shape: Shape, size: Size) -> Decoder:
         layers=layers,
         norm=norm,
         head=head,
-        tensors=tensors,
+        tensors=place_tensors(tensors),
     )
 
 

@@ -34,7 +34,7 @@ from specrun.engine_dir.config import (
     BuildConfig,
     GraphInfo,
 )
-from specrun.engine_dir.layers import ALIGNMENT, KERNELS, Decoder, StoredTensor
+from specrun.engine_dir.layers import KERNELS, Decoder, StoredTensor, place_tensors
 from specrun.errors import BuildError
 
 _DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
@@ -111,26 +111,9 @@ def _read(model: ir.Model, graph: GraphInfo, build: BuildConfig) -> tuple[Decode
         norm=norm,
         head=head,
         logits_softcap=softcap,
-        tensors=_places(tensors),
+        tensors=place_tensors(tensors.described()),
     )
     return decoder, tensors
-
-
-def _places(tensors: Tensors) -> dict[str, StoredTensor]:
-    """Where each tensor lies in the file."""
-    places: dict[str, StoredTensor] = {}
-    end = 0
-
-    def add(name: str, shape: tuple[int, ...], dtype: Any) -> None:
-        nonlocal end
-        places[name] = StoredTensor(offset=end, shape=shape, dtype=dtype)
-        end = -(-(end + places[name].nbytes) // ALIGNMENT) * ALIGNMENT
-
-    for name, weight in tensors.weights.items():
-        add(name, tuple(weight.shape.numpy()), weight.dtype.numpy().name)
-    for name, vector in tensors.vectors.items():
-        add(name, vector.shape, "float32")
-    return places
 
 
 def _in_order(decoder: Decoder, tensors: Tensors) -> Iterator[tuple[StoredTensor, npt.NDArray[Any]]]:

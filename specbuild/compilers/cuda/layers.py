@@ -5,7 +5,7 @@ Such a graph says the same as ``Decoder``. What is checked here, node by node, i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -18,7 +18,7 @@ from specbuild.compilers.cuda.tiles import pack_table
 from specbuild.graph.scales import constant
 from specbuild.weights.packed import Floats, as_float32
 from specrun.engine_dir.contract import INPUT_IDS, LOGITS, past_names
-from specrun.engine_dir.layers import Activation, Attention, Bits, Layer, Linear, Norm
+from specrun.engine_dir.layers import Activation, Attention, Bits, Layer, Linear, Norm, TensorType
 
 _PRODUCTS, _LOOKUP = ("FloatMatMul", "QuantizedMatMul"), "EmbeddingLookup"
 _ACTIVATIONS: dict[int, Activation] = {SILU_GATED: "silu", GELU_GATED: "gelu_tanh"}
@@ -36,6 +36,13 @@ class Tensors:
     """Weights of linear layers in tiles, their scales, units and offsets: computed when they are read."""
     vectors: dict[str, Floats] = field(default_factory=dict)
     """Factors of norms, biases, cosines and sines."""
+
+    def described(self) -> Iterator[tuple[str, tuple[int, ...], TensorType]]:
+        """Name, shape and type of each, without reading weights."""
+        for name, weight in self.weights.items():
+            yield name, tuple(weight.shape.numpy()), cast(TensorType, weight.dtype.numpy().name)
+        for name, vector in self.vectors.items():
+            yield name, vector.shape, "float32"
 
     def weight(self, value: ir.Value | None) -> str:
         """The name of a weight, or of what belongs to one."""
@@ -188,12 +195,12 @@ def _layer(node: ir.Node, stream: ir.Value, tensors: Tensors) -> tuple[Layer, ir
     attention = _attention(node, parts[0].norm, parts[1].norm, tensors)
     attended = _behind_views(node.outputs[0])
     output, output_norm, stream = _added(attended, stream, tensors)
-    gate, up, down = _gated(stream)
+    gate, up, activation, down = _gated(stream)
     mlp_norm = tensors.input_norm(gate.product, stream)
-    if gate.product is not up.product or (gate.first, up.first) != (0, gate.size) or gate.bias is not None:
+    if gate.product is not up.product or (gate.first, up.first) != (0, gate.size):
         raise UnsupportedLayerError("a gate that does not lie beside what is gated")
-    prologue = prologue_of(down)
-    assert prologue is not None
+    if gate.bias is not None or up.bias is not None:
+        raise UnsupportedLayerError("a gate with a bias")
     projected, down_norm, stream = _added_of(down, stream, tensors)
     layer = Layer(
         input_norm=input_norm,
@@ -203,7 +210,7 @@ def _layer(node: ir.Node, stream: ir.Value, tensors: Tensors) -> tuple[Layer, ir
         output_norm=output_norm,
         mlp_norm=mlp_norm,
         gate_up=tensors.linear(gate.product),
-        activation=_ACTIVATIONS[prologue.kind],
+        activation=activation,
         down=projected,
         down_norm=down_norm,
     )
@@ -283,15 +290,15 @@ def _cut(node: ir.Node, value: ir.Value | None, size: int) -> tuple[int, int]:
     raise UnsupportedLayerError(f"{node.name} takes a part of numbers in another way")
 
 
-def _gated(stream: ir.Value) -> tuple[_Part, _Part, ir.Node]:
-    """The gate, what is gated, and the product behind them, of an MLP that reads the stream."""
+def _gated(stream: ir.Value) -> tuple[_Part, _Part, Activation, ir.Node]:
+    """The gate, what is gated, the activation, and the product behind them, of an MLP that reads the stream."""
     for product in [use.node for use in stream.uses() if use.node.op_type in _PRODUCTS and use.idx == 0]:
         for output in product.outputs:
             uses = [use.node for use in output.uses()]
             for down in [reader for node in uses for reader in (node, *_readers(node))]:
                 prologue = prologue_of(down)
                 if prologue and prologue.kind in _ACTIVATIONS:
-                    return _part(prologue.x), _part(prologue.other), down
+                    return _part(prologue.x), _part(prologue.other), _ACTIVATIONS[prologue.kind], down
     raise UnsupportedLayerError("an MLP without a gate, or with another activation than SiLU and GELU by tanh")
 
 
