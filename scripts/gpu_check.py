@@ -56,6 +56,7 @@ def run_apart(path: Path, part: Part, settings: Settings, backend: str, seconds:
     command = [sys.executable, str(Path(__file__).resolve()), "--here", "--part", part.name]
     for option in ("size", "draft_len", "work_dir", "output"):
         command += [f"--{option}", str(getattr(settings, option))]
+    command += ["--quick"] if settings.quick else []
     command += ["--backend", backend] if part.of_backend else []
     command += [] if seconds is None else ["--budget", str(seconds)]
     said = ""
@@ -87,6 +88,7 @@ def run_apart(path: Path, part: Part, settings: Settings, backend: str, seconds:
 @click.option("--backend", "backends", multiple=True, type=click.Choice(BACKEND_NAMES), help="Default: all.")
 @click.option("--part", "names", multiple=True, type=click.Choice([part.name for part in PARTS]), help="Default: all.")
 @click.option("--budget", type=click.FloatRange(0), help="Seconds after which nothing further is begun.")
+@click.option("--quick", is_flag=True, help="Measure less: the smallest and largest sizes, each once.")
 @click.option("--here", is_flag=True, hidden=True, help="In this process, which is for nothing else.")
 def main(
     output: Path,
@@ -96,13 +98,14 @@ def main(
     backends: tuple[BackendName, ...],
     names: tuple[str, ...],
     budget: float | None,
+    quick: bool,
     here: bool,
 ) -> None:
     """Check and measure everything that runs on this machine's first GPU. Exit 1 where there is none."""
     chosen = [part for part in PARTS if not names or part.name in names]
     with tempfile.TemporaryDirectory() as scratch:
         work = (work_dir or Path(scratch)).resolve()
-        settings = Settings(size, draft_len, work, output.resolve())
+        settings = Settings(size, draft_len, work, output.resolve(), quick)
         if here:
             results = Results.in_file(output, float("inf") if budget is None else budget)
             for part in chosen:

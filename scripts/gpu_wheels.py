@@ -1,4 +1,4 @@
-"""Wheels of libraries for GPUs, with the kernels of one GPU alone: a third of the bytes to carry.
+"""Wheels of libraries for GPUs, with the kernels of one GPU alone: a quarter of the bytes to carry.
 
 A library holds each kernel once for every kind of GPU, in "fat binaries": a header, and behind it one entry for each
 kind, which says how long it is. The driver loads the entry for its GPU, so the others may hold zeros, which compress.
@@ -10,6 +10,7 @@ import base64
 import csv
 import hashlib
 import io
+import re
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ _LENGTH = struct.Struct("<8xQ")
 """In that header: bytes of the entries."""
 _ENTRY = struct.Struct("<4xIQ12xI")
 """Of an entry's header: its size, bytes of the content behind it, and the kind of GPU, such as 90."""
+_NEEDLESS = re.compile(r"onnxruntime/capi/libonnxruntime(_providers_tensorrt)?\.so")
+"""Libraries that Python does not load: ONNX Runtime for C, and its TensorRT."""
 
 
 def empty_other_kernels(library: bytearray, architecture: int) -> int:
@@ -46,30 +49,30 @@ def _entries(library: bytearray) -> Iterator[tuple[int, int, int]]:
         place = library.find(_MAGIC, max(end, place + 8))
 
 
-def slim(wheel: Path, architecture: int) -> None:
-    """Write ``wheel`` anew with the kernels of one GPU, where it has any. Its RECORD says what is in it then."""
+def slim(wheel: Path, architecture: int | None) -> None:
+    """Write ``wheel`` anew: as small as it can be, without needless libraries, and with the kernels of one GPU alone.
+
+    Its RECORD says what is in it then. architecture: that GPU, 90 for 9.0; None: the kernels of all.
+    """
     slimmed = wheel.with_suffix(".part")
     changed: dict[str, bytearray] = {}
-    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(slimmed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
-        names = sorted(old.namelist(), key=lambda name: name.endswith(".dist-info/RECORD"))  # The record comes last.
-        for name in names:
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(slimmed, "w", zipfile.ZIP_LZMA) as new:
+        names = [name for name in old.namelist() if not _NEEDLESS.match(name)]
+        for name in sorted(names, key=lambda name: name.endswith(".dist-info/RECORD")):  # The record comes last.
             content = bytearray(old.read(name))
             if name.endswith(".dist-info/RECORD"):
                 content = bytearray(_corrected(bytes(content), changed))
-            elif empty_other_kernels(content, architecture):
+            elif architecture is not None and empty_other_kernels(content, architecture):
                 changed[name] = content
-            new.writestr(old.getinfo(name), bytes(content), zipfile.ZIP_DEFLATED)
-    if changed:
-        slimmed.replace(wheel)
-    else:
-        slimmed.unlink()
+            new.writestr(old.getinfo(name), bytes(content), zipfile.ZIP_LZMA)
+    slimmed.replace(wheel)
 
 
 def _corrected(record: bytes, changed: dict[str, bytearray]) -> bytes:
-    """A wheel's RECORD with the hashes of files that were changed."""
-    lines = list(csv.reader(io.StringIO(record.decode())))
+    """A wheel's RECORD without needless files, and with the hashes of files that were changed."""
+    lines = [line for line in csv.reader(io.StringIO(record.decode())) if line and not _NEEDLESS.match(line[0])]
     for line in lines:
-        if line and line[0] in changed:
+        if line[0] in changed:
             digest = base64.urlsafe_b64encode(hashlib.sha256(changed[line[0]]).digest()).rstrip(b"=").decode()
             line[1:] = [f"sha256={digest}", str(len(changed[line[0]]))]
     out = io.StringIO()

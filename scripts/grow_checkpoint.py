@@ -13,7 +13,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +125,17 @@ def grown(model: Any, old: Shape, new: Shape, more: dict[str, int]) -> Any:
     from transformers.initialization import no_init_weights
 
     # Through a dictionary, because the derived fields of a copied object would keep the old sizes.
-    fields = {**model.config.to_dict(), **new.config_fields(), **more, "head_dim": model.config.head_dim}
+    config_fields = {**model.config.to_dict(), **new.config_fields(), **more, "head_dim": model.config.head_dim}
     growth = Growth(old, new, model.config.head_dim)
     if old.num_linear_heads:
         types = model.config.layer_types
-        fields["layer_types"] = [types[layer % len(types)] for layer in range(new.num_layers)]
-        fields["linear_num_value_heads"] *= new.num_linear_heads
-        fields["linear_num_value_heads"] //= old.num_linear_heads
+        config_fields["layer_types"] = [types[layer % len(types)] for layer in range(new.num_layers)]
+        config_fields["linear_num_value_heads"] *= new.num_linear_heads
+        config_fields["linear_num_value_heads"] //= old.num_linear_heads
         growth = replace(growth, linear_head_dim=model.config.linear_key_head_dim, is_hybrid=True)
     else:
-        fields["rms_norm_eps"] *= growth.norm_scale**2
-    config = type(model.config)(**fields)
+        config_fields["rms_norm_eps"] *= growth.norm_scale**2
+    config = type(model.config)(**config_fields)
     with no_init_weights():
         result = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
     draw_weights(result)
@@ -187,6 +187,38 @@ def difference(original: Any, copy: Any) -> tuple[float, float]:
         check_padding(found, vocab)
         found = found[..., :vocab]
     return (expected - found).abs().max().item(), expected.abs().max().item()
+
+
+def plan_growth(
+    source: Path,
+    parameters: int | None,
+    vocab_size: int | None,
+    max_position_embeddings: int | None,
+    sizes: dict[str, int | None],
+) -> tuple[Shape, dict[str, int]]:
+    """The shape that the options name, and further fields of its config. Raises UsageError and SpecError."""
+    config = load_config(source)
+    old = Shape.of(config)
+    given = {name: size for name, size in sizes.items() if size is not None}
+    needed = [name for name, size in vars(old).items() if size]
+    if (parameters is None) != (given.keys() == set(needed)) or (parameters and given):
+        raise click.UsageError("give either --parameters or all of " + ", ".join(f"--{name}" for name in needed))
+    shape = Shape(**given) if parameters is None else shape_near(parameters, old, config)
+    check_shape(old, shape)
+    others = {"vocab_size": vocab_size, "max_position_embeddings": max_position_embeddings}
+    if vocab_size is not None and vocab_size < config.vocab_size:
+        raise click.UsageError(f"--vocab_size {vocab_size}: the checkpoint has {config.vocab_size}")
+    return shape, {name: size for name, size in others.items() if size is not None}
+
+
+def grown_in_memory(source: Path, options: list[str]) -> Any:
+    """The model that ``main`` would write with these options for its size and dtype. Raises UsageError, SpecError."""
+    arguments = ["--input_dir", str(source), "--output_dir", "unused", *options]
+    given = main.make_context("grow_checkpoint", arguments).params
+    sizes = {field.name: given[field.name] for field in fields(Shape)}
+    shape, more = plan_growth(source, given["parameters"], given["vocab_size"], given["max_position_embeddings"], sizes)
+    model = load_model(source, given["dtype"])
+    return grown(model, Shape.of(model.config), shape, more)
 
 
 def is_grown(directory: Path) -> bool:
@@ -254,24 +286,13 @@ def main(
 
     Give --parameters, or all sizes; Qwen3.5 takes sizes alone.
     """
-    given = {name: size for name, size in sizes.items() if size is not None}
     replaces = force and is_grown(output_dir)
     if replaces and input_dir.resolve().is_relative_to(output_dir.resolve()):
         raise click.UsageError("--force would remove --input_dir; choose another --output_dir")
     try:
         if not replaces:
             require_free(output_dir, force)
-        config = load_config(input_dir)
-        old = Shape.of(config)
-        needed = [name for name, size in vars(old).items() if size]
-        if (parameters is None) != (given.keys() == set(needed)) or (parameters and given):
-            raise click.UsageError("give either --parameters or all of " + ", ".join(f"--{name}" for name in needed))
-        shape = Shape(**given) if parameters is None else shape_near(parameters, old, config)
-        check_shape(old, shape)
-        fields = {"vocab_size": vocab_size, "max_position_embeddings": max_position_embeddings}
-        more = {name: size for name, size in fields.items() if size is not None}
-        if vocab_size is not None and vocab_size < config.vocab_size:
-            raise click.UsageError(f"--vocab_size {vocab_size}: the checkpoint has {config.vocab_size}")
+        shape, more = plan_growth(input_dir, parameters, vocab_size, max_position_embeddings, sizes)
         model = load_model(input_dir, dtype)
         if replaces:
             shutil.rmtree(output_dir)  # It can be made again; new_directory would take it for somebody else's.

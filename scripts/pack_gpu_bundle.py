@@ -3,8 +3,8 @@
 
 Such a host has a Python with torch for CUDA 13 and onnx. This fetches the wheels of TensorRT-RTX, onnxruntime-gpu,
 cuda-python, transformers and the libraries that specbuild and specrun need besides, in the versions of constraints.txt,
-for x86-64 Linux. It needs network and no GPU; the host needs neither network nor anything of this repository to run
-``bash install TARGET_DIR`` beside the parts.
+for x86-64 Linux, and compresses them anew. It needs network and no GPU; the host needs neither network nor anything of
+this repository to run ``bash install TARGET_DIR`` beside the parts.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ PLATFORMS = [
 GROUPS = {
     "tensorrt_rtx": ["tensorrt-rtx-cu13-libs", "tensorrt-rtx-cu13-bindings"],
     "onnxruntime_gpu": ["onnxruntime-gpu", "flatbuffers", "packaging", "protobuf"],
-    "libraries": [
-        *("cuda-bindings", "cuda-core", "cuda-pathfinder"),
-        *("onnx-ir", "onnxscript", "ml-dtypes", "packaging", "pyyaml", "tokenizers", "transformers"),
-    ],
+    "own": [*("cuda-bindings", "cuda-core", "cuda-pathfinder"), *("onnx-ir", "ml-dtypes", "tokenizers", "regex")],
+    "libraries": ["onnxscript", "packaging", "pyyaml", "transformers"],
 }
-"""Fetched without what they depend on: the host's torch and onnx brought that."""
-WHOLE = {"libraries": ["click", "pydantic", "pytest", "rich"]}
+"""Fetched without what they depend on: the host's torch and onnx brought that. ``own``: for engines of our own kernels.
+"""
+WHOLE = {"own": ["click", "pydantic", "pytest", "rich"]}
 """Fetched with what they depend on, which only pip knows: pydantic takes one single version of pydantic-core."""
 BUILT = {"tensorrt_rtx": ["tensorrt-rtx-cu13"]}
 """Published as source only: it holds the package tensorrt_rtx, which imports the bindings. (The distribution
@@ -264,9 +263,8 @@ def pack(
                 before = size_of(source)
                 fetch(group, python, source)
                 click.echo(f"{group}: {(size_of(source) - before) / MEGABYTE:.1f} MB", err=True)
-            if architecture is not None:
-                for wheel in source.glob("*gpu*.whl"):
-                    slim(wheel, architecture)
+            for wheel in source.glob("*.whl"):
+                slim(wheel, architecture)
         wheels, size = sorted(source.glob("*.whl")), size_of(source)
         if not wheels:
             raise click.ClickException(f"{source}: has no wheels")

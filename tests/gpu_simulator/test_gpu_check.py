@@ -28,10 +28,10 @@ def work(onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engines where the part ``build`` would put them."""
     root = tmp_path_factory.mktemp("work")
     sizes = {"max_batch_size": 2, "max_input_len": 32}
-    for role, length in (("target", 64), ("draft", 64), ("target", 96)):
+    for role in ("target", "draft"):
         draft_len = {"max_draft_len": DRAFT_LEN} if role == "target" else {}
-        cpu = make_engine(onnx / role, root / "cpu" / str(length) / role, max_seq_len=length, **sizes, **draft_len)
-        as_plan(cpu, root / "tensorrt" / str(length) / role)
+        cpu = make_engine(onnx / role, root / "cpu" / role, max_seq_len=64, **sizes, **draft_len)
+        as_plan(cpu, root / "tensorrt" / role)
     return root
 
 
@@ -132,20 +132,20 @@ def test_tests(run: Run) -> None:
 def test_engines(run: Run) -> None:
     found = run("engines", "--backend", "tensorrt")["backends"]["tensorrt"]["engines"]
     assert list(errors(found)) == []
-    assert set(found) == {"target 64", "draft 64", "target 96"}
-    target = found["target 64"]
+    assert set(found) == {"target", "draft"}
+    target = found["target"]
     assert target["recorded"] is True
     assert target["layers"]["of_attention"] == len(target["layers"]["first"]) == 2
     layers = json.loads(run.output.with_suffix(".layers.json").read_text())["tensorrt"]
     assert set(layers) == set(found)
-    assert target["layers"]["layers"] == len(layers["target 64"]["Layers"])
+    assert target["layers"]["layers"] == len(layers["target"]["Layers"])
     for batch in TINY.batches:
         for sequence in TINY.sequences:
             cell = target[f"batch {batch}"][f"{sequence} tokens"]
             assert cell["nodes"] == 2  # The kernel that feeds it, and the simulated engine.
             assert cell["long"]["length"] == 64 - sequence
     assert set(target["prompt"]) == {"4 tokens", "16 tokens"}
-    assert "3 tokens" not in found["draft 64"]["batch 1"]
+    assert "3 tokens" not in found["draft"]["batch 1"]
 
 
 @pytest.mark.usefixtures("nothing_left", "narrow")
@@ -180,23 +180,56 @@ def test_soak(run: Run) -> None:
     assert found["graphs"]["rounds"] == TINY.soak_rounds
 
 
-def test_engines_that_were_built_are_not_built_again(run: Run) -> None:
-    found = run("build", "--backend", "tensorrt")["backends"]["tensorrt"]["build"]
+@pytest.mark.usefixtures("nothing_left", "narrow")
+def test_waits(run: Run) -> None:
+    """Long texts, requests that wait for rows, and first tokens."""
+    for part in ("long", "queue", "first token"):
+        found = run(part, "--backend", "tensorrt")["backends"]["tensorrt"][part]
+        assert list(errors(found)) == []
+    found = json.loads(run.output.read_text())["backends"]["tensorrt"]
+    assert set(found["long"]["48 tokens"]) == {"batch 1", "batch 2"}
+    assert found["long"]["48 tokens"]["batch 2"]["identical_ids"]
+    assert found["queue"]["speedup"] == found["queue"]["pair"] / found["queue"]["alone"]
+    assert all(found["first token"][f"{length} tokens"]["pair"] > 0 for length in TINY.prompts)
+
+
+@pytest.mark.usefixtures("nothing_left", "narrow")
+def test_own_pair(run: Run, tmp_path: Path) -> None:
+    """Engines of our own kernels that were written without a checkpoint write the small pair's text."""
+    run.work = tmp_path
+    run("build", "--backend", "cuda")
+    found = run("pair", "--backend", "cuda", "--quick")["backends"]["cuda"]
     assert list(errors(found)) == []
-    assert found["target 64"]["target 64"]["bytes"] > 0
+    assert found["build"]["target"]["written_in_seconds"] > 0
+    greedy = found["pair"]["graphs"]["greedy"]
+    assert greedy["identical_ids"] and greedy["acceptance_rate"] > 0.3
+    written = (tmp_path / "cuda" / "target" / "config.json").stat().st_mtime_ns
+    run("build", "--backend", "cuda")
+    assert (tmp_path / "cuda" / "target" / "config.json").stat().st_mtime_ns == written, "it was there"
+
+
+def test_a_pytorch_without_a_gpu_cannot_profile(run: Run) -> None:
+    found = run("profile", "--backend", "tensorrt")["backends"]["tensorrt"]["profile"]
+    assert "PyTorch sees no GPU" in found["error"]
+
+
+def test_peer(run: Run) -> None:
+    found = run("peer")["peer"]
+    assert list(errors(found)) == []
+    assert found["tiny"]["batch 2"]["5 tokens"] > 0
 
 
 def test_what_fails_is_in_the_file_and_harms_nothing_else(run: Run, tmp_path: Path) -> None:
     """Engines that are missing, or damaged."""
     run("card")
     run.work = tmp_path
-    (tmp_path / "tensorrt" / "64" / "target").mkdir(parents=True)
+    (tmp_path / "tensorrt" / "target").mkdir(parents=True)
     found = run("engines", "--backend", "tensorrt")
     assert found["card"]["gpu"] == "Simulated GPU"
     engines = found["backends"]["tensorrt"]["engines"]
-    assert "no config.json" in engines["target 64"]["error"]
-    assert "no such directory" in engines["draft 64"]["error"]
-    assert "traceback" not in engines["draft 64"]
+    assert "no config.json" in engines["target"]["error"]
+    assert "no such directory" in engines["draft"]["error"]
+    assert "traceback" not in engines["draft"]
 
 
 def test_no_part_begins_when_the_time_is_spent(run: Run) -> None:
@@ -227,6 +260,7 @@ def test_sanitizer(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "memcheck test_cuda_device": 0,
         "racecheck test_cuda_device": 99,
         "synccheck test_cuda_device": 0,
+        "initcheck test_cuda_device": 0,
     }
     assert "2 hazards displayed" in found["racecheck test_cuda_device"]["summary"]
     assert all(report["tests"].startswith("1 passed") for report in found.values())

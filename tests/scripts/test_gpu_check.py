@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from scripts.benchmarks.gpu.kernels import time_kernels
-from scripts.benchmarks.gpu.models import fitting_batch, make_engine
+from scripts.benchmarks.gpu.models import build_pair, fitting_batch
 from scripts.benchmarks.gpu.pairs import compare, time_engines
+from scripts.benchmarks.gpu.profiles import Kernel, summarize
 from scripts.benchmarks.gpu.results import OutOfTime, Results
 from scripts.benchmarks.gpu.sizes import SIZES
 from specrun.decoder import SpeculativeDecoder
@@ -112,32 +113,38 @@ def test_a_request_that_fails_is_no_figure(tmp_path: Path) -> None:
 def test_engines_are_built_once(onnx: Path, tmp_path: Path, results: Results) -> None:
     """By the command, in a process that does not need the project to be installed."""
     shutil.copytree(onnx, tmp_path / "onnx")
-    size, free = SIZES["tiny"], 4 << 30
-    for role in ("target", "draft"):
-        results.attempt("build", make_engine, "onnxruntime", tmp_path, role, 64, 4, size, free)
-        assert "error" not in results.figures["build"]
-    config = open_engine(tmp_path / "onnxruntime" / "64" / "target")
+    given = ("onnxruntime", tmp_path, 4, SIZES["tiny"], 4 << 30)
+    results.attempt("build", build_pair, *given)
+    found = results.figures["build"]
+    assert found["target"].keys() == found["draft"].keys() == {"compiled_in_seconds", "bytes"}
+    config = open_engine(tmp_path / "onnxruntime" / "target")
     assert config.backend.device == "cuda"
     build = config.build_config
     assert (build.max_draft_len, build.max_seq_len, build.max_batch_size) == (4, 64, 2)
-    assert results.figures["build"]["target 64"]["bytes"] > 0
-    before = (tmp_path / "onnxruntime" / "64" / "target" / "config.json").stat().st_mtime_ns
-    results.attempt("build", make_engine, "onnxruntime", tmp_path, "target", 64, 4, size, free)
-    assert (tmp_path / "onnxruntime" / "64" / "target" / "config.json").stat().st_mtime_ns == before
+    before = (tmp_path / "onnxruntime" / "target" / "config.json").stat().st_mtime_ns
+    results.attempt("build", build_pair, *given)
+    assert (tmp_path / "onnxruntime" / "target" / "config.json").stat().st_mtime_ns == before
 
 
-def test_batches_are_as_large_as_memory_allows(onnx: Path, tmp_path: Path) -> None:
-    shutil.copytree(onnx, tmp_path / "onnx")
+def test_batches_are_as_large_as_memory_allows() -> None:
     size = replace(SIZES["tiny"], batches=(1, 2, 4, 8))
-    row = weights = 0
-    for role in ("target", "draft"):
-        config = json.loads((tmp_path / "onnx" / role / "config.json").read_text())
-        weights += sum(file["bytes"] for file in config["files"].values())
-        row += sum(cache["heads"] * cache["head_dim"] for cache in config["graph"]["caches"]) * (64 + 16) * 4
+    row, weights = 1 << 20, 1 << 24
     for rows, batch in ((1.1, 1), (3.9, 2), (4.1, 4), (100, 8)):
-        assert fitting_batch(tmp_path, 64, size, weights + (2 << 30) + int(rows * row / 0.9)) == batch
+        assert fitting_batch(weights, row, size, weights + (2 << 30) + int(rows * row / 0.9)) == batch
     with pytest.raises(BackendError, match="do not fit into"):
-        fitting_batch(tmp_path, 64, size, weights + (2 << 30))
+        fitting_batch(weights, row, size, weights + (2 << 30))
+
+
+def test_a_profile_is_of_kernels_and_of_the_gaps_between_them() -> None:
+    kernels = [Kernel("product", 10, 14), Kernel("norm", 15, 16), Kernel("product", 15.5, 19), Kernel("norm", 22, 23)]
+    assert summarize(reversed(kernels), 2) == {
+        "us": 6.5,
+        "gaps_us": 2.0,
+        "count": 2.0,
+        "kernels": {"product": {"us": 3.75, "count": 1.0}, "norm": {"us": 1.0, "count": 1.0}},
+    }
+    with pytest.raises(BackendError, match="saw no kernels"):
+        summarize([], 2)
 
 
 def test_what_was_found_is_kept(tmp_path: Path) -> None:

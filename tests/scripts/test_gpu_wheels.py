@@ -66,11 +66,18 @@ def test_one_gpu_is_left(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "library_gpu" / "a.so").read_bytes() == expected
 
 
-def test_a_wheel_without_kernels_stays_as_it_is(tmp_path: Path) -> None:
-    wheel = tmp_path / "plain_gpu-1.0-py3-none-any.whl"
+def test_needless_libraries_are_left_out(tmp_path: Path) -> None:
+    wheel = tmp_path / "onnxruntime_gpu-1.0-py3-none-any.whl"
+    libraries = ("_providers_tensorrt.so", ".so.1.0", "_providers_shared.so")
+    names = [f"onnxruntime/capi/libonnxruntime{name}" for name in libraries]
+    record = "onnxruntime_gpu-1.0.dist-info/RECORD"
     with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr("plain.py", "value = 1\n")
-    before = wheel.read_bytes()
-    slim(wheel, 90)
-    assert wheel.read_bytes() == before
+        file.writestr(record, "".join(f"{name},sha256=some,1\n" for name in names) + f"{record},,\n")
+        for name in names:
+            file.writestr(name, b"content")
+    slim(wheel, None)
+    with zipfile.ZipFile(wheel) as file:
+        assert file.namelist() == [names[2], record]
+        assert file.read(record).decode() == f"{names[2]},sha256=some,1\n{record},,\n"
+        assert {info.compress_type for info in file.infolist()} == {zipfile.ZIP_LZMA}
     assert list(tmp_path.iterdir()) == [wheel]

@@ -17,7 +17,7 @@ from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import Size
 
 ROOT = Path(__file__).resolve().parents[3]
-TOOLS = {"memcheck": ["--report-api-errors=no"], "racecheck": [], "synccheck": []}
+TOOLS = {"memcheck": ["--report-api-errors=no"], "racecheck": [], "synccheck": [], "initcheck": []}
 """With their options. cuda-python asks a driver for functions that only later ones have; that is no error of ours."""
 
 

@@ -34,7 +34,7 @@ _ATTENTION = re.compile("mha|fmha|flash|attention", re.IGNORECASE)
 
 def measure_engine(results: Results, directory: Path, size: Size, layers: Results) -> None:
     """Calls of every width, batch and length of text. layers: where all that the plan consists of is put."""
-    config, device = open_engine(directory), open_gpu(0)
+    config, device = open_engine(directory, every_byte=False), open_gpu(0)
     backend: DeviceBackend | None = None
     try:
         bandwidth = read_bandwidth(device, size.copied_bytes)

@@ -11,34 +11,14 @@ from functools import partial
 
 import numpy as np
 
+from scripts.benchmarks.gpu.decoders import cache_length_of, describe_decoder, describe_engine
 from scripts.benchmarks.gpu.engines import measure_calls
 from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import Shape, Size
 from scripts.benchmarks.gpu.timing import mean_seconds, read_bandwidth
 from specrun.devices import DeviceArray
 from specrun.devices.cuda import CudaDevice
-from specrun.engine_dir.cache_tensors import CacheTensor
-from specrun.engine_dir.config import (
-    LAYER_WEIGHTS_NAME,
-    LAYERS_NAME,
-    BackendInfo,
-    BuildConfig,
-    EngineConfig,
-    FileInfo,
-    GraphInfo,
-    Provenance,
-)
-from specrun.engine_dir.layers import (
-    KERNELS,
-    TILE,
-    Attention,
-    Decoder,
-    Layer,
-    Linear,
-    Norm,
-    TensorType,
-    place_tensors,
-)
+from specrun.engine_dir.layers import Decoder, Layer, Linear
 from specrun.gpu.backend import Feed
 from specrun.gpu.decoder.backend import CudaBackend
 from specrun.gpu.decoder.kernels import Tokens
@@ -60,8 +40,10 @@ def _measure(results: Results, shape: Shape, size: Size) -> None:
     device = open_gpu(0)
     try:
         bandwidth = read_bandwidth(device, size.copied_bytes)
-        decoder = _decoder(shape, size)
-        backend = CudaBackend(_config(decoder, size), decoder, _random_weights(device, decoder), device)
+        rows, max_seq_len = size.batches[-1], size.max_seq_len
+        decoder = describe_decoder(shape, cache_length_of(max_seq_len, _DRAFT_LEN))
+        config = describe_engine(decoder, size, rows, max_seq_len, _DRAFT_LEN)
+        backend = CudaBackend(config, decoder, _random_weights(device, decoder), device)
         results.put(bytes_per_second=bandwidth, weight_bytes=backend.config.weight_bytes)
         measure_calls(results, backend, device, size, bandwidth)
         for rows, row_tokens in _PASSES:
@@ -120,85 +102,6 @@ def _time_kernels(
 
 def _bytes(decoder: Decoder, linear: Linear) -> int:
     return decoder.tensors[linear.weight].nbytes
-
-
-def _decoder(shape: Shape, size: Size) -> Decoder:
-    """Every layer has weights of its own, as a GPU's cache would hold shared ones."""
-    tensors: list[tuple[str, tuple[int, ...], TensorType]] = []
-
-    def vector(name: str, *sizes: int) -> str:
-        tensors.append((name, sizes, "float32"))
-        return name
-
-    def linear(name: str, outputs: int, inputs: int) -> Linear:
-        tensors.append((name, (-(-outputs // TILE), inputs // TILE, TILE * TILE), "uint16"))
-        return Linear(weight=name, inputs=inputs, outputs=outputs)
-
-    length, queries = _cache_length(size), shape.heads * shape.head_dim
-    norm = Norm(weight=vector("norm", shape.width), epsilon=1e-5)
-    cos, sin = (vector(name, length, shape.head_dim // 2) for name in ("cos", "sin"))
-    attention = Attention(scale=1 / math.sqrt(shape.head_dim), rotated=shape.head_dim, cos=cos, sin=sin)
-    layers = [
-        Layer(
-            input_norm=norm,
-            heads=linear(f"{number}.heads", queries + 2 * shape.kv_heads * shape.head_dim, shape.width),
-            attention=attention,
-            output=linear(f"{number}.output", shape.width, queries),
-            mlp_norm=norm,
-            gate_up=linear(f"{number}.gate_up", 2 * shape.gated, shape.width),
-            activation="silu",
-            down=linear(f"{number}.down", shape.width, shape.gated),
-        )
-        for number in range(shape.layers)
-    ]
-    head = linear("head", shape.vocab_size, shape.width)
-    return Decoder(
-        dtype="float16",
-        width=shape.width,
-        vocab_size=shape.vocab_size,
-        cache_length=length,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        embedding=head,
-        layers=layers,
-        norm=norm,
-        head=head,
-        tensors=place_tensors(tensors),
-    )
-
-
-def _cache_length(size: Size) -> int:
-    return -(-(size.max_seq_len + _DRAFT_LEN + 1) // 8) * 8
-
-
-def _config(decoder: Decoder, size: Size) -> EngineConfig:
-    caches = [CacheTensor(heads=decoder.num_kv_heads, head_dim=decoder.head_dim)] * (2 * len(decoder.layers))
-    weights = sum(tensor.nbytes for tensor in decoder.tensors.values())
-    unknown = "0" * 64
-    return EngineConfig(
-        backend=BackendInfo(name="cuda", version=KERNELS, device="cuda", machine="", capturable=True),
-        build_config=BuildConfig(
-            max_batch_size=size.batches[-1],
-            max_input_len=size.max_input_len,
-            max_seq_len=size.max_seq_len,
-            max_draft_len=_DRAFT_LEN,
-            speculative_decoding_mode="draft_tokens_external",
-            gather_generation_logits=False,
-            cache_length=decoder.cache_length,
-            profiles=[],
-        ),
-        graph=GraphInfo(vocab_size=decoder.vocab_size, dtype="float16", caches=caches),
-        io=[],
-        tokenizer=None,
-        eos_token_ids=[],
-        pretrained_config={},
-        provenance=Provenance(tool="gpu_check", created="", source="", versions={}),
-        files={
-            LAYERS_NAME: FileInfo(bytes=0, sha256=unknown),
-            LAYER_WEIGHTS_NAME: FileInfo(bytes=weights, sha256=unknown),
-        },
-    )
 
 
 def _random_weights(device: CudaDevice, decoder: Decoder) -> dict[str, DeviceArray]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,10 +19,10 @@ from scripts.benchmarks.gpu.soak import soak
 from scripts.benchmarks.gpu.timing import Replays, cuda_device, mean_seconds, read_bandwidth, watch_replays
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.gpu.drafters.model import DeviceModelDrafter
 from specrun.gpu.round import DeviceRound
+from specrun.gpu.runner import DeviceRunner
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.request.stats import predicted_speedup
@@ -47,12 +48,12 @@ LENGTH_MODES = ("greedy", "sampled, tokens", "greedy, batch 4", "greedy, batch 8
 
 
 def measure_pair(results: Results, target: Path, draft: Path, draft_len: int, size: Size) -> None:
-    """Every mode, in recorded rounds and in pieces."""
+    """Every mode, in recorded rounds, and in pieces where that is of interest."""
     tokenizer = load_tokenizer(target)
-    for name, graphs in (("graphs", True), ("pieces", False)):
+    for graphs in size.captured:
         # Rounds are recorded when they first come, behind ``watch_replays``.
         config = DraftTargetConfig(draft_len, cuda_graph=graphs, warm_up=False, reuse_blocks=False)
-        part, began = results.part(name), time.perf_counter()
+        part, began = results.part("graphs" if graphs else "pieces"), time.perf_counter()
         with SpeculativeDecoder.open(target, draft, config) as decoder:
             part.put(opened_in_seconds=time.perf_counter() - began, free_bytes=cuda_device(decoder).free_memory()[0])
             rounds = device_round(decoder)
@@ -74,35 +75,34 @@ def measure_pair(results: Results, target: Path, draft: Path, draft_len: int, si
             part.put(free_bytes_at_the_end=cuda_device(decoder).free_memory()[0])
 
 
-def measure_lengths(results: Results, target: Path, draft: Path, size: Size) -> None:
-    """Every draft length up to the target's ``--max_draft_len``, and ``auto``, by tokens a second.
+def measure_lengths(results: Results, target: Path, draft: Path, draft_len: int, size: Size) -> None:
+    """Every draft length up to ``draft_len``, and ``auto``, by tokens a second.
 
     ``auto`` is opened anew for each mode, so it knows nothing but what the warm-up showed. All decode the same texts,
     one batch behind another; the first text counts too.
     """
     encode = load_tokenizer(target).encode
-    longest = open_engine(target).build_config.max_draft_len
 
     def texts(mode: str) -> list[list[Request]]:
         batch, params, _ = MODES[mode]
         requests = [Request(encode(prompt).ids, params, size.output_len) for prompt in PROMPTS]
         return [requests[first : first + batch] for first in range(0, len(requests), batch)]
 
-    def open_decoder(draft_len: int | Literal["auto"]) -> SpeculativeDecoder:
-        return SpeculativeDecoder.open(target, draft, DraftTargetConfig(draft_len, reuse_blocks=False))
+    def open_decoder(length: int | Literal["auto"]) -> SpeculativeDecoder:
+        return SpeculativeDecoder.open(target, draft, DraftTargetConfig(length, reuse_blocks=False))
 
-    with open_decoder(longest) as decoder:
+    with open_decoder(draft_len) as decoder:
         modes = [mode for mode in LENGTH_MODES if MODES[mode][0] <= decoder.max_batch_size]
         for mode in modes:
-            for draft_len in range(longest + 1):
-                results.part(mode).put(**{str(draft_len): _tokens_per_second(decoder, texts(mode), draft_len)})
+            for length in range(draft_len + 1):
+                results.part(mode).put(**{str(length): _tokens_per_second(decoder, texts(mode), length)})
     for mode in modes:
         results.require_time()
         part = results.part(mode)
         with open_decoder("auto") as decoder:
             part.put(expected_ms=_expected_ms(decoder, MODES[mode][0]))
             part.put(auto=_tokens_per_second(decoder, texts(mode), None))
-        part.put(auto_by_best=part.figures["auto"] / max(part.figures[str(g)] for g in range(longest + 1)))
+        part.put(auto_by_best=part.figures["auto"] / max(part.figures[str(g)] for g in range(draft_len + 1)))
 
 
 def _expected_ms(decoder: SpeculativeDecoder, batch: int) -> list[float]:
@@ -208,16 +208,13 @@ def decode(decoder: SpeculativeDecoder, requests: Sequence[Request], draft_len: 
 
 def time_engines(rounds: DeviceRound, batch: int, bandwidth: float) -> Figures:
     """Microseconds of the engines' own calls, as a round makes them, and what of the bandwidth a step reaches."""
-    if not isinstance(rounds.drafter, DeviceModelDrafter):
-        raise TypeError("a round without a draft model on a GPU")
-    g, target, draft = rounds.max_draft_len, rounds.target, rounds.drafter.runner
-
-    def seconds(runner: object, *call: int) -> float:
-        own = draft if runner is draft else target
-        return mean_seconds(own.device, lambda: own.forward(batch, rounds.rows, *call), own.backend.capturable)
-
-    first, step = seconds(draft, -FIRST_DRAFT_STEP_LEN, FIRST_DRAFT_STEP_LEN, -1, 1), seconds(draft, -1, 1, -1, 1)
-    verify, alone = seconds(target, -1, g + 1, -1, g + 1), seconds(target, -1, 1, -1, 1)
+    g, target, draft = rounds.max_draft_len, rounds.target, _draft_of(rounds)
+    devices = {"first draft step": draft, "draft step": draft}
+    seconds = {}
+    for name, call in engine_calls(rounds, batch).items():
+        runner = devices.get(name, target)
+        seconds[name] = mean_seconds(runner.device, call, runner.backend.capturable)
+    first, step, verify, alone = seconds.values()
     weights = {runner: runner.backend.config.weight_bytes for runner in (target, draft)}
     return {
         "draft_steps_us": (first + (g - 1) * step) * 1e6,
@@ -231,6 +228,24 @@ def time_engines(rounds: DeviceRound, batch: int, bandwidth: float) -> Figures:
             "target_step": weights[target] / alone / bandwidth,
         },
     }
+
+
+def engine_calls(rounds: DeviceRound, batch: int) -> dict[str, Callable[[], object]]:
+    """The engines' own calls in a round, and a step of the target alone. Raises TypeError without a draft model."""
+    g, draft = rounds.max_draft_len, _draft_of(rounds)
+    calls = {
+        "first draft step": (draft, (-FIRST_DRAFT_STEP_LEN, FIRST_DRAFT_STEP_LEN, -1, 1)),
+        "draft step": (draft, (-1, 1, -1, 1)),
+        "verify": (rounds.target, (-1, g + 1, -1, g + 1)),
+        "target step": (rounds.target, (-1, 1, -1, 1)),
+    }
+    return {name: partial(runner.forward, batch, rounds.rows, *sizes) for name, (runner, sizes) in calls.items()}
+
+
+def _draft_of(rounds: DeviceRound) -> DeviceRunner:
+    if not isinstance(rounds.drafter, DeviceModelDrafter):
+        raise TypeError("a round without a draft model on a GPU")
+    return rounds.drafter.runner
 
 
 def _round_seconds(run: Sequence[Request]) -> float:

@@ -12,9 +12,12 @@ from scripts.benchmarks.gpu.card import measure_card
 from scripts.benchmarks.gpu.checks import run_sanitizer, run_tests
 from scripts.benchmarks.gpu.engines import measure_engine
 from scripts.benchmarks.gpu.kernels import time_kernels
-from scripts.benchmarks.gpu.models import engine_dir, make_engine, make_pair
+from scripts.benchmarks.gpu.load import measure_first_token, measure_long_texts, measure_queue
+from scripts.benchmarks.gpu.models import ROLES, build_pair, engine_dir
 from scripts.benchmarks.gpu.own_engine import measure_own_engine
 from scripts.benchmarks.gpu.pairs import measure_lengths, measure_pair, soak_pair
+from scripts.benchmarks.gpu.peer import measure_peer
+from scripts.benchmarks.gpu.profiles import measure_kernels_of_passes
 from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import SIZES, Size
 from scripts.benchmarks.gpu.tables import measure_rounds, soak_tables
@@ -30,11 +33,12 @@ class Settings:
     draft_len: int
     work_dir: Path
     output: Path
+    quick: bool = False
 
     @property
     def sizes(self) -> Size:
         """The size of this name."""
-        return SIZES[self.size]
+        return SIZES[self.size].quick() if self.quick else SIZES[self.size]
 
 
 class Part(NamedTuple):
@@ -62,61 +66,47 @@ def _time_kernels(results: Results, settings: Settings, backend: str) -> None:
 
 
 def _build(results: Results, settings: Settings, backend: str) -> None:
-    """The pair, then the target for other lengths of cache."""
     with _device() as device:
         free = device.free_memory()[0]
-    size = settings.sizes
-    for length in (size.max_seq_len, *size.cache_lengths[1:]):
-        for role in ("target", "draft") if length == size.max_seq_len else ("target",):
-            given = (backend, settings.work_dir, role, length, settings.draft_len, size, free)
-            results.attempt(f"{role} {length}", make_engine, *given)
+    build_pair(results, backend, settings.work_dir, settings.draft_len, settings.sizes, free)
 
 
 def _measure_engines(results: Results, settings: Settings, backend: str) -> None:
     """Those that were built."""
-    size = settings.sizes
-    engines = [("target", length) for length in size.cache_lengths]
-    engines.insert(1, ("draft", size.max_seq_len))
     layers = Results.in_file(settings.output.with_suffix(".layers.json")).part(backend)
-    for role, length in engines:
-        directory = engine_dir(settings.work_dir, backend, length, role)
-        results.attempt(f"{role} {length}", measure_engine, directory, size, layers.part(f"{role} {length}"))
+    for role in ROLES:
+        directory = engine_dir(settings.work_dir, backend, role)
+        results.attempt(role, measure_engine, directory, settings.sizes, layers.part(role))
 
 
-def _pair(settings: Settings, backend: str) -> tuple[Path, Path]:
-    length = settings.sizes.max_seq_len
-    target, draft = (engine_dir(settings.work_dir, backend, length, role) for role in ("target", "draft"))
-    return target, draft
+MeasurePair = Callable[[Results, Path, Path, int, Size], None]
+"""Fills results with figures of a target and a draft engine, for drafts of so many tokens."""
 
 
-def _measure_pair(results: Results, settings: Settings, backend: str) -> None:
-    measure_pair(results, *_pair(settings, backend), settings.draft_len, settings.sizes)
+def _of_pair(name: str, measure: MeasurePair) -> Part:
+    def work(results: Results, settings: Settings, backend: str) -> None:
+        target, draft = (engine_dir(settings.work_dir, backend, role) for role in ROLES)
+        measure(results, target, draft, settings.draft_len, settings.sizes)
 
-
-def _measure_lengths(results: Results, settings: Settings, backend: str) -> None:
-    measure_lengths(results, *_pair(settings, backend), settings.sizes)
-
-
-def _soak_pair(results: Results, settings: Settings, backend: str) -> None:
-    soak_pair(results, *_pair(settings, backend), settings.draft_len, settings.sizes)
+    return Part(name, True, work)
 
 
 PARTS = (
     Part("card", False, lambda results, settings, _: measure_card(results, settings.sizes)),
     Part("own engine", False, lambda results, settings, _: measure_own_engine(results, settings.sizes)),
-    Part("tables", False, lambda results, settings, _: measure_rounds(results, settings.sizes)),
-    Part("tests", False, lambda results, settings, _: run_tests(results, settings.sizes)),
-    Part(
-        "models",
-        False,
-        lambda results, settings, _: make_pair(results, settings.sizes, settings.work_dir),
-    ),
     Part("build", True, _build),
-    Part("pair", True, _measure_pair),
-    Part("lengths", True, _measure_lengths),
+    _of_pair("pair", measure_pair),
+    _of_pair("profile", measure_kernels_of_passes),
+    Part("peer", False, lambda results, settings, _: measure_peer(results, settings.sizes)),
+    _of_pair("long", measure_long_texts),
+    _of_pair("queue", measure_queue),
+    _of_pair("first token", measure_first_token),
+    _of_pair("lengths", measure_lengths),
+    Part("tests", False, lambda results, settings, _: run_tests(results, settings.sizes)),
+    Part("tables", False, lambda results, settings, _: measure_rounds(results, settings.sizes)),
     Part("engines", True, _measure_engines),
     Part("kernels", False, _time_kernels),
     Part("soak of tables", False, lambda results, settings, _: soak_tables(results, settings.sizes)),
-    Part("soak", True, _soak_pair),
+    _of_pair("soak", soak_pair),
     Part("sanitizer", False, lambda results, settings, _: run_sanitizer(results, settings.sizes)),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,10 @@ class Size:
     """Options of scripts/grow_checkpoint.py."""
     dtype: str = "float16"
     max_seq_len: int = 8192
-    cache_lengths: tuple[int, ...] = (8192, 512, 32768)
-    """Largest texts of the engines whose passes are timed, in the order of their value."""
+    long_texts: tuple[int, ...] = (4096, 8192)
+    """Tokens of long texts, prompt and all."""
+    queued: int = 32
+    """Requests that wait for the rows together."""
     max_input_len: int = 2048
     batches: tuple[int, ...] = (1, 2, 4, 8)
     sequences: tuple[int, ...] = (1, 2, 3, 5, 9, 11)
@@ -41,6 +43,8 @@ class Size:
         ("1B", Shape(16, 2048, 32, 8, 64, 8192, 128_256)),
     )
     """Decoders for our own kernels: Llama 3.1 8B and Llama 3.2 1B."""
+    captured: tuple[bool, ...] = (True, False)
+    """Whether a pair's rounds are CUDA graphs: it is measured both ways."""
     repetitions: int = 3
     soak_rounds: int = 10_000
     cache_tensors: int = 64
@@ -59,10 +63,30 @@ class Size:
     )
     """pytest's arguments, for the runs under compute-sanitizer."""
 
+    def quick(self) -> Size:
+        """The same models, of which less is measured: each figure once, at the smallest and the largest size."""
+        sequences = tuple(length for length in self.sequences if length in (1, 5))
+        return replace(
+            self,
+            batches=_ends(self.batches),
+            prompts=_ends(self.prompts),
+            rows=_ends(self.rows),
+            sequences=sequences or self.sequences[-1:],
+            long_texts=self.long_texts[-1:],
+            vocabularies=self.vocabularies[:1],
+            captured=(True,),
+            repetitions=1,
+            soak_rounds=self.soak_rounds // 10,
+        )
+
     @property
     def vocabulary(self) -> int:
         """Of tables; models are grown to theirs by their options."""
         return self.vocabularies[0]
+
+
+def _ends(values: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((values[0], values[-1])))
 
 
 SIZES = {
@@ -72,7 +96,8 @@ SIZES = {
         draft="--parameters 2M --vocab_size 2500",
         dtype="float32",
         max_seq_len=64,
-        cache_lengths=(64, 96),
+        long_texts=(48,),
+        queued=5,
         max_input_len=32,
         batches=(1, 2),
         sequences=(1, 3),
@@ -94,7 +119,7 @@ SIZES = {
         target="--parameters 200M",
         draft="--parameters 5M",
         max_seq_len=1024,
-        cache_lengths=(1024, 512),
+        long_texts=(512, 1024),
         max_input_len=256,
         prompts=(128, 256),
     ),

@@ -70,8 +70,8 @@ def pack_table(table: ir.TensorProtocol, dtype: ir.DataType) -> ir.LazyTensor:
     return lazy(ir.DataType.UINT16, shape, lambda: pack_tiles(as_float32(table), _TO_BITS[dtype]))
 
 
-def pack_tiles(weight: Floats, to_bits: Callable[[Floats], npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint16]:
-    """Numbers [N, K] as [N / 16, K / 16, 256], with zeros behind the last row and column."""
+def pack_tiles(weight: npt.NDArray[Any], to_bits: Callable[[Any], npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint16]:
+    """Numbers [N, K], 16 bits of each, as [N / 16, K / 16, 256], with zeros behind the last row and column."""
     return _in_parts(weight, lambda part: _lanes(to_bits(np.ascontiguousarray(part)), 1), np.uint16, 16)
 
 

@@ -46,6 +46,7 @@ def copy_graph(
         )
     untied = untie_heads(model)
     if not untied:
+        # No hard link: onnx_ir then refuses to read the checkpoint.
         shutil.copyfile(checkpoint / WEIGHTS_NAME, output / WEIGHTS_NAME)
     advance(1.0)
     notes = ["optimized on the GPU when it is loaded"]
