@@ -14,6 +14,7 @@ _EXTRAS = {
     "onnxruntime": "run",
     "tensorrt": "gpu",
     "tensorrt_rtx": "rtx",
+    "onnxruntime_ep_nv_tensorrt_rtx": "rtx-plugins",
     "cuda": "gpu",
 }
 

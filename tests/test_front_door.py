@@ -16,6 +16,7 @@ import pytest
 
 import specbuild
 import specrun
+from specrun.devices import rtx_plugins
 from specrun.optional_packages import how_to_install
 from specrun.request.options import OptionKeywords
 from specrun.sampling.sampler import SamplingKeywords
@@ -216,7 +217,7 @@ def test_the_distribution_and_what_its_extras_bring() -> None:
             found.add(name.replace("-", "_"))
         return found
 
-    assert set(extras) == {"run", "build", "rtx", "gpu", "dev", "docs"}
+    assert set(extras) == {"run", "build", "rtx", "rtx-plugins", "gpu", "dev", "docs"}
     assert brings("run") == {"onnxruntime"}
     assert brings("rtx") >= brings("run") | brings("build") | {"cuda_python"}
     assert brings("gpu") >= brings("build") | {"cuda_python", "onnxruntime_gpu"}
@@ -225,6 +226,9 @@ def test_the_distribution_and_what_its_extras_bring() -> None:
         extra = found_in(r"^pip install '\.\[(\w+)\]' in a clone of the project$", how_to_install(package))
         assert package in brings(extra)
     assert "tensorrt_rtx" in brings(found_in(r"\[(\w+)\]", how_to_install("tensorrt_rtx")))
+    assert "tensorrt_rtx" in brings("rtx-plugins")
+    plugins = found_in(r"\[([\w-]+)\]", how_to_install(rtx_plugins.PACKAGE))
+    assert f"{rtx_plugins.PACKAGE}_cu13" in brings(plugins)
     assert "cuda_python" in brings(found_in(r"\[(\w+)\]", how_to_install("cuda")))
 
 

@@ -21,7 +21,7 @@ import onnx_ir as ir
 from specbuild.export.reference import SLICE, Floats, Reference, finite, made_up_cache
 from specbuild.graph.kv_cache_qdq import drop_cache_rounding
 from specbuild.graph.ops import drop_activation_rounding, widen_to_float32
-from specbuild.graph.recurrent import inline_for_onnxruntime
+from specbuild.graph.recurrent import Operators, inline
 from specbuild.graph.split import Piece, cut, split_products
 from specbuild.weights.kv_cache import CacheRounding
 from specrun.backends.ort import session_options
@@ -50,7 +50,7 @@ def compare(
     model = ir.load(graph)
     for drop in (drop_activation_rounding, drop_cache_rounding):
         drop(model)  # Rounding makes differences in the last bits large.
-    inline_for_onnxruntime(model)
+    inline(model, Operators.ONNX_RUNTIME)
     split_products(model, SLICE)
     widen_to_float32(model)
     walks = [_Walk(info, reference, rounding, tokens) for reference in references]

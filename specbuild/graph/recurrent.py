@@ -34,7 +34,8 @@ class Operators(Enum):
     LOOP = f'"" : {_OPSET_OF_OTHERS}'
     """Operators without LinearAttention: a loop over the tokens."""
     ONNX_RUNTIME = f'"" : {_OPSET_OF_OTHERS}, "com.microsoft" : 1'
-    """ONNX Runtime 1.31 has LinearAttention as an operator of its own, and takes no newer opset than 26."""
+    """ONNX Runtime 1.31 has LinearAttention as an operator of its own, and takes no newer opset than 26. TensorRT-RTX's
+    parser knows it by that name, too."""
 
 
 _BEGIN = """
@@ -205,24 +206,18 @@ def add_functions(model: ir.Model, operators: Operators = Operators.STANDARD) ->
         model.opset_imports[DOMAIN] = 1
 
 
-def inline_for_onnxruntime(model: ir.Model) -> None:
-    """Write the functions out, as ONNX Runtime takes them. In place."""
-    add_functions(model, Operators.ONNX_RUNTIME)
+def inline(model: ir.Model, operators: Operators) -> None:
+    """Write the functions out. In place."""
+    add_functions(model, operators)
     if model.functions:
         InlinePass()(model)
         model.opset_imports.pop(DOMAIN, None)
 
 
-def expand(model: ir.Model, states: Sequence[StateTensor], replays: int) -> None:
-    """Write the functions out in operators of opset 24, for compilers without LinearAttention. In place.
-
-    LinearAttention becomes a loop over tokens (Scan).
-    """
+def expand(model: ir.Model, states: Sequence[StateTensor], replays: int, operators: Operators = Operators.LOOP) -> None:
+    """Write the functions out for a compiler, whose layers can read ``replays`` tokens again. In place."""
     set_replays(model, states, replays)
-    add_functions(model, Operators.LOOP)
-    if model.functions:
-        InlinePass()(model)
-        model.opset_imports.pop(DOMAIN, None)
+    inline(model, operators)
     for number, node in enumerate(node for node in model.graph if node.op_type == "Scan"):
         body = node.attributes["body"].as_graph()
         for value in (*body.inputs, *(output for inner in body for output in inner.outputs)):

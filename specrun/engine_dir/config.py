@@ -310,6 +310,8 @@ class BackendInfo(Strict):
     """The version of specrun's own CPU operators that its graph has; 0: none."""
     capturable: bool = False
     """Whether its kernels work in CUDA graphs."""
+    plugins: str = ""
+    """Version of the package with TensorRT-RTX's plug-ins that the plan calls; empty: none."""
     skips_unused_tokens: bool = False
     """Whether padding (``UNUSED_TOKEN``) costs nothing: a pass takes as long as its rows have tokens together."""
 

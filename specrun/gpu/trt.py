@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from specrun.devices import Device, DeviceArray
+from specrun.devices import Device, DeviceArray, rtx_plugins
 from specrun.engine_dir.config import PLAN_SUFFIX, EngineConfig, Profile
 from specrun.engine_dir.contract import (
     INPUT_IDS,
@@ -138,8 +138,8 @@ class TrtBackend(DeviceBackend):
 
         cache_owner: of a head, its target on the same device.
 
-        Raises EngineDirError where the plan does not fit the device or the contract, and BackendError where TensorRT is
-        not installed.
+        Raises EngineDirError where the plan does not fit the device or the contract, and BackendError where TensorRT or
+        its plug-ins are not installed.
         """
         self.config = config
         self.device, self.devices = device, [device]
@@ -150,6 +150,8 @@ class TrtBackend(DeviceBackend):
             name = config.backend.name
             raise BackendError(f"{name} is not installed: {how_to_install(name)}") from error
         device.activate()
+        if config.backend.plugins:
+            rtx_plugins.load()
         self._log = _log(self._trt)
         # TensorRT's objects must outlive what was made from them. Python's garbage collection does not know that.
         self._runtime: Runtime = self._trt.Runtime(self._log)

@@ -13,7 +13,7 @@ import pytest
 
 from specbuild.compilers.cpu.recurrent import use_recurrent_operators
 from specbuild.graph import ops as graphs
-from specbuild.graph.recurrent import CONVOLUTION, DOMAIN, RULES, add_functions, expand, inline_for_onnxruntime
+from specbuild.graph.recurrent import CONVOLUTION, DOMAIN, RULES, Operators, add_functions, expand, inline
 from specrun import cpu_operators
 from specrun.backends.ort_session import session_options
 from specrun.engine_dir.contract import KEEP_INDICES, STATE_INDICES, WRITE_INDICES
@@ -118,7 +118,7 @@ def session(layer: Layer, form: str, threads: int = 2) -> Any:
         expand(model, (), 0)
     else:
         add_functions(model)
-        inline_for_onnxruntime(model)
+        inline(model, Operators.ONNX_RUNTIME)
     return ort.InferenceSession(graphs.to_bytes(model), options, providers=["CPUExecutionProvider"])
 
 

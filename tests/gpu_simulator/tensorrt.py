@@ -41,11 +41,18 @@ _ALIGNMENT = 256
 _WORKSPACE = 1 << 16
 
 
-def as_plan(source: Path, output: Path, checkpoint: Path | None = None, multiple_profiles: bool = False) -> Path:
+def as_plan(
+    source: Path,
+    output: Path,
+    checkpoint: Path | None = None,
+    multiple_profiles: bool = False,
+    with_plugins: bool = False,
+) -> Path:
     """An engine directory of backend tensorrt, with the graph of an onnxruntime engine directory.
 
     checkpoint: its ONNX checkpoint, where the plan is to have the graph that TensorRT's compiler makes of it: one of an
-    int8 cache, which the compiler leaves to the caller, or of recurrent layers, of which it makes loops.
+    int8 cache, which the compiler leaves to the caller, or of recurrent layers, of which it makes loops, or with
+    ``with_plugins`` calls of LinearAttention.
     """
     config = open_engine(source)
     build = config.build_config
@@ -55,7 +62,7 @@ def as_plan(source: Path, output: Path, checkpoint: Path | None = None, multiple
     graph = next(name for name in config.files if name.endswith(".onnx"))
     path = source / graph
     if checkpoint:
-        path = _compile(checkpoint, output / "plan.onnx", config)
+        path = _compile(checkpoint, output / "plan.onnx", config, with_plugins)
         kept = open_checkpoint(checkpoint).graph.kv_cache_dtype
         config = config.model_copy(update={"graph": config.graph.model_copy(update={"kv_cache_dtype": kept})})
     io = [_as_trt_has_it(config, tensor) for tensor in config.io]
@@ -135,19 +142,21 @@ def _with_collectives(graph: Path, path: Path) -> Path:
     return path.resolve()
 
 
-def _compile(checkpoint: Path, path: Path, config: EngineConfig) -> Path:
+def _compile(checkpoint: Path, path: Path, config: EngineConfig, with_plugins: bool) -> Path:
     """Save the graph of a checkpoint as TensorRT's compiler would change it."""
     import onnx_ir as ir  # It takes seconds to import, and some tests start processes that have no use for it.
 
     from specbuild.graph.kv_cache_qdq import leave_writing_to_caller
     from specbuild.graph.ops import pin_cache_length
     from specbuild.graph.plain_attention import write_out_attention
-    from specbuild.graph.recurrent import expand
+    from specbuild.graph.recurrent import Operators, expand
 
     model, length = ir.load(checkpoint / GRAPH_NAME), config.build_config.cache_length
     if config.graph.states:
-        expand(model, config.graph.states, config.graph.replays)
-        write_out_attention(model)
+        operators = Operators.ONNX_RUNTIME if with_plugins else Operators.LOOP
+        expand(model, config.graph.states, config.graph.replays, operators)
+        if not with_plugins:
+            write_out_attention(model)
     pin_cache_length(model, length)
     leave_writing_to_caller(model, length)
     ir.save(model, path, external_data=f"{path.name}.data")

@@ -1,7 +1,7 @@
 """Recurrent layers on simulated GPUs: texts are the CPU's, whatever drafts and whatever the rows' fate.
 
-The plans compute with the operators of engines for the CPU, so that they have its bits; one test runs the loops that
-TensorRT compiles.
+The plans compute with the operators of engines for the CPU, so that they have its bits; one test runs what TensorRT
+compiles.
 """
 
 from __future__ import annotations
@@ -177,16 +177,17 @@ def test_its_own_prediction_layer_drafts(tmp_path: Path) -> None:
     assert wanted[0] == wanted[1]
 
 
-@pytest.fixture(scope="module")
-def loops(root: Path) -> Path:
-    """Plans with the graphs that TensorRT's compiler is given."""
+@pytest.fixture(scope="module", params=["loops", "plug-ins"])
+def compiled(root: Path, request: pytest.FixtureRequest) -> Path:
+    """Plans with the graphs that TensorRT's compiler is given: a loop over tokens, or two calls of LinearAttention."""
+    plans = root / str(request.param)
     for name in ("target", "near"):
-        as_plan(root / name, root / "loops" / name, root / f"{name} onnx")
-    return root / "loops"
+        as_plan(root / name, plans / name, root / f"{name} onnx", with_plugins=request.param == "plug-ins")
+    return plans
 
 
-def test_the_loops_that_tensorrt_compiles(root: Path, loops: Path, expected: dict[str, list[list[int]]]) -> None:
-    with SpeculativeDecoder.open(loops / "target", loops / "near", DraftTargetConfig(5)) as decoder:
+def test_what_tensorrt_compiles(compiled: Path, expected: dict[str, list[list[int]]]) -> None:
+    with SpeculativeDecoder.open(compiled / "target", compiled / "near", DraftTargetConfig(5)) as decoder:
         assert written(decoder) == expected["target"]
 
 

@@ -28,13 +28,14 @@ from specbuild.compilers.tensorrt.timing_cache import load_timings, save_timings
 from specbuild.graph import ops as graphs
 from specbuild.graph.kv_cache_qdq import leave_writing_to_caller
 from specbuild.graph.plain_attention import write_out_attention
-from specbuild.graph.recurrent import expand
+from specbuild.graph.recurrent import Operators, expand
 from specbuild.progress import deferred_signals
+from specrun.devices import rtx_plugins
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
 from specrun.engine_dir.config import GRAPH_NAME, PLAN_NAME, BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
 from specrun.engine_dir.contract import INPUT_IDS, KEEP_INDICES, LOGITS_INDICES, STATE_INDICES, WRITE_INDICES
 from specrun.engine_dir.dtypes import DTYPES
-from specrun.errors import BuildError
+from specrun.errors import BackendError, BuildError
 from specrun.optional_packages import how_to_install, import_package
 
 if TYPE_CHECKING:
@@ -99,11 +100,11 @@ class Tensorrt:
             model, weights = graphs.write_recoded(model, output), output
         round_float4_inputs(model)
         narrow_float4_scales(model)
+        plugins = ""
         if graph.states:
             graph = graph.with_replays(build.max_draft_len)
-            expand(model, graph.states, graph.replays)
-            write_out_attention(model)  # TensorRT-RTX 1.7 crashes where a loop follows an Attention.
-            notes.append("recurrent layers read token after token, in a loop whose speed is not known")
+            plugins, note = _write_recurrent_layers(self.name, model, graph)
+            notes.append(note)
         graphs.pin_cache_length(model, build.cache_length)
         leave_writing_to_caller(model, build.cache_length)  # TensorRT updates no 8-bit cache in place.
         set_apart_names(model)
@@ -135,12 +136,34 @@ class Tensorrt:
                 device="cuda",
                 machine=platform.machine(),
                 compute_capabilities=_named(capabilities, self.gpu),
+                plugins=plugins,
             ),
             graph=graph,
             io=built.io,
             files=[PLAN_NAME],
             notes=[*notes, *log.notes()],
         )
+
+
+def _write_recurrent_layers(name: str, model: ir.Model, graph: GraphInfo) -> tuple[str, str]:
+    """Write recurrent layers as the compiler takes them; returns the version of plug-ins that they need, and a note.
+
+    Where TensorRT-RTX's plug-ins load, a layer is two calls of LinearAttention: one for the outputs of all tokens, one
+    for the state behind those that are kept. Else it is a loop.
+    """
+    why_not = "it has no operator for them"
+    if name == "tensorrt_rtx":
+        try:
+            rtx_plugins.load()
+        except BackendError as error:
+            why_not = str(error)
+        else:
+            version = rtx_plugins.installed_version() or ""
+            expand(model, graph.states, graph.replays, Operators.ONNX_RUNTIME)
+            return version, f"recurrent layers by TensorRT-RTX's plug-ins {version}, which have not run on a GPU yet"
+    expand(model, graph.states, graph.replays)
+    write_out_attention(model)  # TensorRT-RTX 1.7 crashes where a loop follows an Attention.
+    return "", f"recurrent layers read token after token, in a loop whose speed is not known ({why_not})"
 
 
 class _Built(NamedTuple):
