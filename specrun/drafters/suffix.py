@@ -18,6 +18,7 @@ from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.edited_copy import EditedCopy
 from specrun.errors import SpecError
+from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request
 
 MATCHED = (8, 4, 2)
@@ -194,7 +195,7 @@ class SuffixDrafter(Drafter):
         return draft
 
     @override
-    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
+    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> list[Proposal]:
         drafts = self.find_all(requests, plan, forced)
         return [Proposal(drafts[row]) if row in drafts else Proposal.begin(own) for row, own in enumerate(forced)]
 
@@ -202,7 +203,7 @@ class SuffixDrafter(Drafter):
         self,
         requests: Sequence[Request],
         plan: DraftPlan,
-        forced: Sequence[Sequence[int]],
+        forced: RowIds,
         pays: Callable[[float, int], bool] = lambda expected, count: True,
     ) -> dict[int, list[int]]:
         """The draft tokens of rows that have some, as far as they are worth their verification.

@@ -11,6 +11,7 @@ from typing_extensions import override
 from specrun.drafters import Drafter, Proposal
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import SpecError
+from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request
 
 
@@ -33,7 +34,7 @@ class SyntheticDrafter(Drafter):
         self._known.update(outputs)
 
     @override
-    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
+    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> list[Proposal]:
         proposals = self._inner.propose(requests, plan, forced) if self._inner else [*map(Proposal.begin, forced)]
         return [
             self._replaced(request, proposal, count) if request in self._known else proposal

@@ -14,6 +14,9 @@ from specrun.kv_cache import BLOCK
 from specrun.kv_cache.kept_states import TOKENS_OF_STATE, KeptStates, blocks_up_to_a_state
 from specrun.kv_cache.prefix_cache import PrefixCache, common_blocks
 
+RowIds = Sequence[Sequence[int]]
+"""Token ids of each row."""
+
 
 class KVCache(Protocol):
     """The memory of one model's KV cache: rows, and a pool of blocks for the prefix cache."""
@@ -80,7 +83,7 @@ class CacheRows:
         self.lengths[row] = len(blocks) * BLOCK
         return self.lengths[row]
 
-    def should_wait(self, tokens: Sequence[int], prompts: Sequence[Sequence[int]]) -> bool:
+    def should_wait(self, tokens: Sequence[int], prompts: RowIds) -> bool:
         """Whether more of ``tokens`` will be cached once ``prompts`` are prefilled."""
         return self.prefix_cache.should_wait(tokens, prompts)
 
@@ -123,14 +126,14 @@ class CacheRows:
         """Have ``rows`` rows, whose first ones hold ``used`` tokens; the others are empty."""
         self.lengths = [*used, *[0] * (rows - len(used))]
 
-    def begin(self, step: StateIndices, first: int, texts: Sequence[Sequence[int]], whole_blocks: bool = False) -> None:
+    def begin(self, step: StateIndices, first: int, texts: RowIds, whole_blocks: bool = False) -> None:
         """Say to a pass over the rows from ``first`` on what recurrent states have read, and are to read.
 
         texts: the tokens of each row that stand, those of the pass included. whole_blocks: states stay behind a whole
         block, where they can be kept.
         """
 
-    def next_chunk(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> list[Sequence[int]] | None:
+    def next_chunk(self, token_ids: RowIds, first: int, max_tokens: int) -> list[Sequence[int]] | None:
         """The texts of the rows from ``first`` on, each cut after ``max_tokens`` uncached tokens; None: all is cached.
 
         token_ids: the whole texts.
@@ -140,7 +143,7 @@ class CacheRows:
         lengths = self.lengths[first : first + len(token_ids)]
         return [tokens[: length + max_tokens] for tokens, length in zip(token_ids, lengths, strict=True)]
 
-    def num_uncached(self, token_ids: Sequence[Sequence[int]], first: int) -> list[int]:
+    def num_uncached(self, token_ids: RowIds, first: int) -> list[int]:
         """How many tokens of each text the cache lacks. token_ids: the texts of the rows from ``first`` on."""
         lengths = self.lengths[first : first + len(token_ids)]
         return [max(0, len(tokens) - length) for tokens, length in zip(token_ids, lengths, strict=True)]
@@ -168,7 +171,7 @@ class NoCacheRows(CacheRows):
         self.lengths[row] = length
 
     @override
-    def num_uncached(self, token_ids: Sequence[Sequence[int]], first: int) -> list[int]:
+    def num_uncached(self, token_ids: RowIds, first: int) -> list[int]:
         return [0] * len(token_ids)
 
 
@@ -196,7 +199,7 @@ class RecurrentRows(CacheRows):
         return self.lengths[row]
 
     @override
-    def should_wait(self, tokens: Sequence[int], prompts: Sequence[Sequence[int]]) -> bool:
+    def should_wait(self, tokens: Sequence[int], prompts: RowIds) -> bool:
         """Blocks are of use up to a state that will be kept."""
         if not prompts or not self._kept.capacity:
             return False
@@ -243,7 +246,7 @@ class RecurrentRows(CacheRows):
         self.read = [*self.read[: len(used)], *[0] * (rows - len(used))]
 
     @override
-    def begin(self, step: StateIndices, first: int, texts: Sequence[Sequence[int]], whole_blocks: bool = False) -> None:
+    def begin(self, step: StateIndices, first: int, texts: RowIds, whole_blocks: bool = False) -> None:
         for row, text in enumerate(texts, first):
             if not self.lengths[row]:
                 self.read[row] = 0
@@ -253,7 +256,7 @@ class RecurrentRows(CacheRows):
             step.keep_indices[row - first] = self.read[row] = max(self.read[row], end)
 
     @override
-    def next_chunk(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> list[Sequence[int]] | None:
+    def next_chunk(self, token_ids: RowIds, first: int, max_tokens: int) -> list[Sequence[int]] | None:
         """A chunk ends where a state behind it may be kept, so that one is met on the way."""
         chunk = super().next_chunk(token_ids, first, max_tokens)
         if chunk is None:

@@ -8,7 +8,7 @@ waits for a slow mask goes back there meanwhile. When a request ends, the last r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from typing import NamedTuple
@@ -137,9 +137,8 @@ class Scheduler:
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Decode ``requests`` beside those of other threads. Yields their tokens as they are committed.
 
-        Closing the generator cancels the requests that have not ended. Raises RequestError, and begins none, where a
-        request has begun before, cannot be served, or is given twice. An error in a step of this thread is raised only
-        if it fails one of ``requests``; other threads see the error of their requests in these.
+        Closing the generator cancels the requests that have not ended. Raises RequestError as ``add``. An error in a
+        step of this thread is raised only if it fails one of ``requests``; other threads see it in their requests.
         """
         self.add(*requests)
         shown = dict.fromkeys(requests, 0)
@@ -157,11 +156,7 @@ class Scheduler:
                 if shown:
                     self._advance(seen, shown)
         finally:
-            for request in shown:
-                request.cancel()
-            # Garbage collection may close a generator in any thread, even inside a step. Then the next step frees rows.
-            with suppress(RequestError):
-                self._turns.take(lambda: self._free_cancelled(requests), None)
+            self._cancel(shown, requests)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -208,10 +203,13 @@ class Scheduler:
             self._decode(self._rows[: self._ready])
         self._in_step = False
 
-    def _free_cancelled(self, own: Container[Request]) -> None:
-        """Free the rows of cancelled requests, unless a step was interrupted. own: see ``_guard``."""
-        if not self._in_step:
-            self._guard(self._release_now, own)
+    def _cancel(self, requests: Iterable[Request], own: Container[Request]) -> None:
+        """Cancel ``requests``, and free their rows unless a step was interrupted. own: see ``_guard``."""
+        for request in requests:
+            request.cancel()
+        # Garbage collection may close a generator in any thread, even inside a step. Then the next step frees rows.
+        with suppress(RequestError):
+            self._turns.take(lambda: None if self._in_step else self._guard(self._release_now, own), None)
 
     def _release_now(self) -> None:
         """Free the rows of ended requests, and end a round first that works on them."""
