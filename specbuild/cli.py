@@ -187,9 +187,9 @@ def check(model_dir: str, draft_dir: str | None, revision: str | None, text_mode
     checked = [(model_dir, check_model(model_dir, Stages(), revision, text_model))]
     if draft_dir is not None:
         checked.append((draft_dir, check_model(draft_dir, Stages())))
-    for name, one in checked:
-        click.echo(facts_table({"checkpoint": name, **one.facts()}))
-    for sentence in compare(*(one for _, one in checked)) if len(checked) == 2 else ():
+    for name, checkpoint in checked:
+        click.echo(facts_table({"checkpoint": name, **checkpoint.facts()}))
+    for sentence in compare(*(checkpoint for _, checkpoint in checked)) if len(checked) == 2 else ():
         click.echo(f"pair: {sentence}")
 
 

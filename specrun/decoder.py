@@ -118,7 +118,7 @@ class SpeculativeDecoder:
         tokenizer_dir = target_dir if tokenizer_dir is None else path("tokenizer_dir", tokenizer_dir)
         chat_template = None if chat_template is None else path("chat_template", chat_template)
         engine, draft, draft_len = check_pair(target_dir, draft_dir, config)
-        rows = min(one.config.build_config.max_batch_size for one in (engine, draft) if one)
+        rows = min(opened.config.build_config.max_batch_size for opened in (engine, draft) if opened)
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config, on_warm_up)
         lengths = DraftLength(
             draft_len,

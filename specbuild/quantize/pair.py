@@ -65,8 +65,8 @@ def load_draft(directory: Path, target: Path, trust_remote_code: bool) -> Draft:
     config = read_model_config(directory, trust_remote_code)
     files = check_weights(directory)
     require_layers(directory, config, files)
-    own, wanted = (_fingerprint(path, trust_remote_code) for path in (directory, target))
-    if own != wanted:
+    draft, wanted = (_fingerprint(path, trust_remote_code) for path in (directory, target))
+    if draft != wanted:
         raise BuildConfigError(
             f"--draft_dir {directory}: has another tokenizer than {target}; a pair needs the same one"
         )

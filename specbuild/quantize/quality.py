@@ -81,8 +81,8 @@ def measure(
             proposed = draft.proposals(batch)[:, :-1]
             for number, side in enumerate((original, quantized)):
                 sums.accepted[number] += int((side[:, :-1].argmax(dim=-1) == proposed).sum())
-        for ids, one, other in zip(batch, original, quantized, strict=True):
-            expected, actual = (logits[:-1].log_softmax(dim=-1) for logits in (one, other))
+        for ids, exact, other in zip(batch, original, quantized, strict=True):
+            expected, actual = (logits[:-1].log_softmax(dim=-1) for logits in (exact, other))
             following = torch.from_numpy(ids[1:, None])
             for number, side in enumerate((expected, actual)):
                 sums.surprise[number] -= float(side.gather(1, following).sum())

@@ -100,8 +100,8 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
         plan = pack_model(meta_model.model, recipe.without_inputs, meta_model.weights)
         linears = stored_linears(source, meta_model, plan, files.entries, stages)
     with stages.stage("checksums of the checkpoint"):
-        made = made_of(QUANTIZE, asdict(options), directories, stopped.made if stopped else None)
-    with run_for(output_dir, made, stopped, stages) as run:
+        provenance = made_of(QUANTIZE, asdict(options), directories, stopped.provenance if stopped else None)
+    with run_for(output_dir, provenance, stopped, stages) as run:
         if not run.written.exists():  # Known before calibrating.
             require_space({output_dir.absolute().parent: output_bytes(files.entries, linears, plan)})
         checked = Quantizable(source, files, meta_model, linears, texts, draft)

@@ -82,10 +82,10 @@ class OrtBackend(Backend):
         logits = self._logits[:size].reshape(shape)
         if (rows := self._rows.get((first, num_rows, shared))) is None:
             rows = self._values(first, num_rows)
-        made = OrtPass(self._session, self.config.graph, rows, query_len, logits)
+        ort_pass = OrtPass(self._session, self.config.graph, rows, query_len, logits)
         if first == 0 and query_len <= MAX_ROUND_LEN:  # Prompts are read anywhere, in any length.
-            self._passes[key], self._rows[first, num_rows, shared] = made, rows
-        return made
+            self._passes[key], self._rows[first, num_rows, shared] = ort_pass, rows
+        return ort_pass
 
     def _values(self, first: int, num_rows: int) -> list[Any]:
         """``values_of`` rows of the cache."""

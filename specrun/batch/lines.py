@@ -42,8 +42,8 @@ _OTHER_NAMES = {
     "stop_token_ids": "stop_ids",
 }
 """OpenAI's and vLLM's names of options."""
-_SAMPLING = [one.name for one in fields(SamplingParams)]
-_OPTIONS = [one.name for one in fields(RequestOptions)]
+_SAMPLING = [field.name for field in fields(SamplingParams)]
+_OPTIONS = [field.name for field in fields(RequestOptions)]
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,15 @@ def digest_of(line: bytes) -> str:
 
 def read_question(line: bytes, number: int, defaults: Defaults) -> Question:
     """The question in a line. number: the line's, from 1."""
-    place = Place(number, digest_of(line))
-    form: AnswerForm = _OwnForm(place)
+    position = Place(number, digest_of(line))
+    form: AnswerForm = _OwnForm(position)
     try:
         content = _content(line)
         if any(name in content for name in _OPENAI):
-            form = _OpenAIForm(place, content, defaults.model)
+            form = _OpenAIForm(position, content, defaults.model)
             return Question(form, _openai_request(content, defaults))
         if "id" in content:
-            form = _OwnForm(place, {"id": content.pop("id")})
+            form = _OwnForm(position, {"id": content.pop("id")})
         return Question(form, _own_request(content, defaults))
     except RequestError as error:
         return Question(form, error)
@@ -141,10 +141,10 @@ def place_of(answer: object) -> Place | None:
         return None
     line, digest = answer.get("line"), answer.get("line_sha256")
     if "custom_id" in answer:
-        _, _, place = str(answer.get("id")).partition("-")
+        _, _, identity = str(answer.get("id")).partition("-")
     else:
-        place = f"{line}-{digest}"
-    match = re.fullmatch(r"([1-9][0-9]{0,17})-([0-9a-f]{16})", place)
+        identity = f"{line}-{digest}"
+    match = re.fullmatch(r"([1-9][0-9]{0,17})-([0-9a-f]{16})", identity)
     return Place(int(match[1]), match[2]) if match else None
 
 
@@ -188,7 +188,7 @@ def _own_request(content: Mapping[str, Any], defaults: Defaults) -> ParsedReques
 class _OwnForm:
     """``answers``, one for each of the n, or ``error``."""
 
-    place: Place
+    position: Place
     head: Mapping[str, Any] = field(default_factory=dict)
     """The question's ``id``, where it has one."""
 
@@ -201,7 +201,7 @@ class _OwnForm:
         return self._line({"error": str(error)})
 
     def _line(self, rest: dict[str, Any]) -> dict[str, Any]:
-        return {**self.head, "line": self.place.line, "line_sha256": self.place.digest, **rest}
+        return {**self.head, "line": self.position.line, "line_sha256": self.position.digest, **rest}
 
 
 # ------------------------------------------------------------------------------------------------------ OpenAI's form
@@ -226,12 +226,12 @@ def _openai_request(content: Mapping[str, Any], defaults: Defaults) -> ParsedReq
 class _OpenAIForm:
     """``response`` with a status and a body, as the server's would be."""
 
-    def __init__(self, place: Place, content: Mapping[str, Any], model: str) -> None:
+    def __init__(self, position: Place, content: Mapping[str, Any], model: str) -> None:
         """model: the model's name where the body has none."""
         body = content.get("body")
         named = body.get("model") if isinstance(body, dict) else None
         self._model = named if isinstance(named, str) else model
-        self._identity = f"{place.line}-{place.digest}"
+        self._identity = f"{position.line}-{position.digest}"
         self._custom_id = content.get("custom_id")
         self._url = content.get("url", "")
 

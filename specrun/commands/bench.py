@@ -147,9 +147,9 @@ def _require_nothing_else() -> None:
 def _compare(a: Path, b: Path, output_format: Literal["table", "json", "csv"]) -> None:
     from specrun.evaluation.bench_compare import compare, differences, read_results, show
 
-    one, other = read_results(a), read_results(b)
-    rows = compare(one.results, other.results)
-    for line in differences(one, other):
+    first, second = read_results(a), read_results(b)
+    rows = compare(first.results, second.results)
+    for line in differences(first, second):
         click.echo(f"note: {line}", err=True)
     shown = show(rows, output_format)
     if isinstance(shown, str):

@@ -230,8 +230,8 @@ class CudaDevice(Device):
             return int(host)
         if kind != kinds.CU_MEMORYTYPE_UNIFIED:
             return None
-        code, found = self._driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, int(unified))
-        is_device = not int(code) and found == kinds.CU_MEMORYTYPE_DEVICE  # CUDA does not know pageable memory.
+        code, memory_type = self._driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, int(unified))
+        is_device = not int(code) and memory_type == kinds.CU_MEMORYTYPE_DEVICE  # CUDA does not know pageable memory.
         return None if is_device else int(unified)
 
     def _is_pinned(self, address: int) -> bool:

@@ -43,8 +43,8 @@ class Proposal:
 
     def drop_last(self) -> None:
         """Take the last token back, which was drawn."""
-        for own in (self.tokens, self.probs, self.confidences):
-            del own[-1:]
+        for values in (self.tokens, self.probs, self.confidences):
+            del values[-1:]
 
 
 class BaseDrafter:

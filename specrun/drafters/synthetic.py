@@ -43,9 +43,9 @@ class SyntheticDrafter(Drafter):
 
     def _replaced(self, request: Request, proposal: Proposal, planned: int) -> Proposal:
         count = len(proposal.tokens) if self._inner else planned
-        place = len(request.tokens) - len(request.prompt) + proposal.forced
-        own = self._known[request][place : place + max(0, count - proposal.forced)]
-        drawn = [token if self._random.random() < self._rate else (token + 1) % self._vocab_size for token in own]
+        start = len(request.tokens) - len(request.prompt) + proposal.forced
+        correct = self._known[request][start : start + max(0, count - proposal.forced)]
+        drawn = [token if self._random.random() < self._rate else (token + 1) % self._vocab_size for token in correct]
         return Proposal([*proposal.tokens[: proposal.forced], *drawn], forced=proposal.forced)
 
     @override

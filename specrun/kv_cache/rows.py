@@ -33,7 +33,7 @@ class KVCache(Protocol):
         Where the engine does not read those, only what recurrent layers keep is cleared.
         """
 
-    def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
+    def swap(self, row: int, other: int, lengths: tuple[int, int]) -> None:
         """Exchange two rows. lengths: how many positions of each are in use."""
 
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
@@ -44,19 +44,19 @@ class KVCache(Protocol):
 
 
 class RecurrentCache(KVCache, Protocol):
-    """The memory of a model's cache, with what recurrent layers keep of rows, and a pool of places for that."""
+    """The memory of a model's cache, with what recurrent layers keep of rows, and a pool of slots for that."""
 
     kept_states: int
-    """How many places the pool has."""
+    """Number of slots in the pool."""
 
     def clear_states(self, row: int) -> None:
         """Write zeros to what recurrent layers keep of ``row``: so a text begins."""
 
-    def save_state(self, row: int, place: int) -> None:
-        """Copy what recurrent layers keep of ``row`` to a ``place`` of the pool."""
+    def save_state(self, row: int, slot: int) -> None:
+        """Copy what recurrent layers keep of ``row`` to a ``slot`` of the pool."""
 
-    def load_state(self, row: int, place: int) -> None:
-        """Copy a ``place`` of the pool to what recurrent layers keep of ``row``."""
+    def load_state(self, row: int, slot: int) -> None:
+        """Copy a ``slot`` of the pool to what recurrent layers keep of ``row``."""
 
 
 class StateIndices(Protocol):
@@ -100,11 +100,11 @@ class CacheRows:
             self.prefix_cache = PrefixCache(self.cache.blocks)  # It is unknown which blocks were written.
             raise
 
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, row: int, other: int) -> None:
         """Exchange two rows."""
         lengths = self.lengths
-        self.cache.swap(one, other, (lengths[one], lengths[other]))
-        lengths[one], lengths[other] = lengths[other], lengths[one]
+        self.cache.swap(row, other, (lengths[row], lengths[other]))
+        lengths[row], lengths[other] = lengths[other], lengths[row]
 
     def rewind(self, row: int, length: int) -> None:
         """Keep at most the first ``length`` tokens of ``row``. Only a number changes."""
@@ -162,7 +162,7 @@ class NoCacheRows(CacheRows):
         pass
 
     @override
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, row: int, other: int) -> None:
         pass
 
     @override
@@ -191,10 +191,10 @@ class RecurrentRows(CacheRows):
         """A prefix ends where a state was kept."""
         self.cache.clear(row)
         blocks = self.prefix_cache.known(tokens)
-        count, place = self._kept.deepest([block.serial for block in blocks])
-        if place is not None:
+        count, slot = self._kept.deepest([block.serial for block in blocks])
+        if slot is not None:
             self.cache.load(row, 0, [block.number for block in blocks[:count]])
-            self.cache.load_state(row, place)
+            self.cache.load_state(row, slot)
         self.lengths[row] = self.read[row] = count * BLOCK
         return self.lengths[row]
 
@@ -216,17 +216,17 @@ class RecurrentRows(CacheRows):
         super().cache_prefix(row, tokens[:read])
         blocks = self.prefix_cache.known(tokens[:read])
         whole = len(blocks) * BLOCK == read  # A text may be longer than the pool.
-        if whole and (place := self._kept.add(blocks[-1].serial)) is not None:
+        if whole and (slot := self._kept.add(blocks[-1].serial)) is not None:
             try:
-                self.cache.save_state(row, place)
+                self.cache.save_state(row, slot)
             except BaseException:
                 self._kept = KeptStates(self.cache.kept_states)  # It is unknown which of them were written.
                 raise
 
     @override
-    def swap(self, one: int, other: int) -> None:
-        super().swap(one, other)
-        self.read[one], self.read[other] = self.read[other], self.read[one]
+    def swap(self, row: int, other: int) -> None:
+        super().swap(row, other)
+        self.read[row], self.read[other] = self.read[other], self.read[row]
 
     @override
     def rewind(self, row: int, length: int) -> None:

@@ -322,8 +322,8 @@ def _turns(prompt: Prompt, options: RequestOptions, name: str) -> list[Message]:
 
 def _messages(prompt: Sequence[Any], name: str) -> list[Message]:
     """The messages of a conversation. Raises RequestError, with the message's place, for other types."""
-    for place, message in enumerate(prompt, 1):
-        where = f"{name}: message {place}"
+    for number, message in enumerate(prompt, 1):
+        where = f"{name}: message {number}"
         _require(
             isinstance(message, Mapping), f"{where}: {arguments.show(message)}: expected role and content", _PROMPT
         )

@@ -163,8 +163,8 @@ class Request(Checked):
         if self.draft_error:
             return 0
         wanted = self.options.fixed_draft_len
-        own = most if wanted is None else min(most, wanted)
-        return max(0, min(own, self.remaining - 1))
+        limit = most if wanted is None else min(most, wanted)
+        return max(0, min(limit, self.remaining - 1))
 
     def accepts_by_logits(self, default: bool) -> bool:
         """Whether drafts are accepted by modified rejection sampling; for greedy requests both ways are alike."""

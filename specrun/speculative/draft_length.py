@@ -43,7 +43,7 @@ _TRIAL_WINDOW = 8192
 """Rounds after which a trial's cost has lost most of its weight."""
 _RATE_WINDOW = 128.0
 """Evaluated draft tokens after which older ones have lost most of their weight."""
-_OWN_TOKENS = 12.0
+_REQUEST_TOKENS = 12.0
 """A request's own rate counts as much as that of all requests once it has so many evaluated draft tokens."""
 _YIELD_WINDOW = 64
 """Rounds that draft after which older ones have lost most of their weight in the measured yield."""
@@ -107,7 +107,7 @@ class DraftLength:
         self._yields: dict[int, _Yield] = {}
         """Yields of rounds that draft, by batch size."""
         self._overall = AcceptanceRate()
-        self._own: WeakKeyDictionary[Request, AcceptanceRate] = WeakKeyDictionary()
+        self._request_rates: WeakKeyDictionary[Request, AcceptanceRate] = WeakKeyDictionary()
         self._evaluated = 0
         """Draft tokens so far of which it is known whether they were accepted."""
         self._since_plain = 0
@@ -158,7 +158,7 @@ class DraftLength:
         rows, committed = len(requests), 0
         for request, outcome in zip(requests, result.outcomes, strict=True):
             accepted, evaluated = (0, 0) if isinstance(outcome, SpecError) else outcome.evaluated
-            for rate in (self._overall, self._own.setdefault(request, AcceptanceRate())):
+            for rate in (self._overall, self._request_rates.setdefault(request, AcceptanceRate())):
                 rate.add(accepted, evaluated, _RATE_WINDOW)
             self._evaluated += evaluated
             committed += 1 + accepted
@@ -195,7 +195,7 @@ class DraftLength:
     def _rates(self, requests: Sequence[Request]) -> list[float]:
         """Acceptance rates of the rows."""
         overall, unknown = self._overall.rate(0.5, 2.0), AcceptanceRate()
-        return [self._own.get(request, unknown).rate(overall, _OWN_TOKENS) for request in requests]
+        return [self._request_rates.get(request, unknown).rate(overall, _REQUEST_TOKENS) for request in requests]
 
     def _hoped(self, alphas: Sequence[float]) -> list[float]:
         """Two standard errors above ``alphas``: until they are known well, drafting goes on where it may pay."""
@@ -246,11 +246,11 @@ def _tokens_per_second(alphas: Sequence[float], limits: Sequence[int], times: Se
             if g < limit:
                 power *= alpha
                 expected += power
-    return [own / seconds for own, seconds in zip(tokens, times, strict=True)]
+    return [total / seconds for total, seconds in zip(tokens, times, strict=True)]
 
 
 def _by_rates(plan: DraftPlan, alphas: Sequence[float]) -> DraftPlan:
     """``plan`` for drafts that do not end by themselves: each row has the tokens that survive at its own rate."""
     rows = zip(alphas, plan.lens, strict=True)
-    lens = [sum(plan.keeps(place, alpha ** (place + 1)) for place in range(most)) for alpha, most in rows]
+    lens = [sum(plan.keeps(index, alpha ** (index + 1)) for index in range(most)) for alpha, most in rows]
     return DraftPlan(lens if any(lens) else plan.lens)

@@ -65,8 +65,8 @@ class RoundTimes:
         if any(self.counts):
             seconds = min(seconds, _OUTLIER * times[nearest])
         # Plain rounds, of which there may be thousands, say nothing new of those that draft.
-        for place in range(len(times) if draft_len else 1):
-            self.counts[place] *= 1 - 1 / _WINDOW
+        for index in range(len(times) if draft_len else 1):
+            self.counts[index] *= 1 - 1 / _WINDOW
         self.counts[nearest] += 1
         self._means[nearest] += (seconds - self._means[nearest]) / self.counts[nearest]
         self.seconds = self._estimate()

@@ -23,9 +23,9 @@ class Detokenizer:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self.added_tokens: Mapping[str, int] = {one.content: token for token, one in added.items()}
+        self.added_tokens: Mapping[str, int] = {added_token.content: token for token, added_token in added.items()}
         """Ids of added tokens, by content."""
-        self._special = {token for token, one in added.items() if one.special}
+        self._special = {token for token, added_token in added.items() if added_token.special}
         self._bytes = {tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
 
     def decode(self, tokens: Sequence[int]) -> str:

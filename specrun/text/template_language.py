@@ -56,19 +56,19 @@ def size_of(value: Any) -> int:
 def _growth(name: str, text: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> int:
     """At most how many characters a filter or a method of texts, called ``name``, makes of ``text``."""
     given = (*arguments, *named.values())
-    own, others = size_of(text), size_of(given)
+    size, others = size_of(text), size_of(given)
     if name == "join":
-        return own + others * (own // _ITEM + 1) if not isinstance(text, str) else others * (own + 1)
+        return size + others * (size // _ITEM + 1) if not isinstance(text, str) else others * (size + 1)
     if name == "replace" and isinstance(text, str) and len(given) > 1:
         old, new = (each if isinstance(each, str) else "" for each in given[:2])
-        return own + text.count(old) * len(new)
+        return size + text.count(old) * len(new)
     if name in ("format", "format_map", "%"):
         return _formatted(str(text), given)
     numbers = [len(each) if isinstance(each, str) else abs(each) for each in given if isinstance(each, int | str)]
     if name == "tojson":
         numbers.append(_ITEM)  # Of a character that is not ASCII.
     growing = others if name in _MULTIPLY else 1
-    return own * max(1, growing) + others + max(1, own if name in _BY_PART else 1) * max(numbers, default=0)
+    return size * max(1, growing) + others + max(1, size if name in _BY_PART else 1) * max(numbers, default=0)
 
 
 _MULTIPLY = {"translate", "wordwrap", "xmlattr"}
@@ -229,9 +229,9 @@ class Environment(ImmutableSandboxedEnvironment):
 
 def _product(operator: str, left: Any, right: Any) -> int:
     """How long a product or a power is."""
-    for one, other in ((left, right), (right, left)):
-        if operator == "*" and isinstance(other, int) and isinstance(one, str | list | tuple):
-            return len(one) * other
+    for sequence, count in ((left, right), (right, left)):
+        if operator == "*" and isinstance(count, int) and isinstance(sequence, str | list | tuple):
+            return len(sequence) * count
     if isinstance(left, int) and isinstance(right, int):
         return left.bit_length() + right.bit_length() if operator == "*" else left.bit_length() * right
     return 0

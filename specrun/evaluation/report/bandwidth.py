@@ -87,8 +87,8 @@ def weight_bytes(graph: ir.Graph) -> int:
     """Bytes of all constants, but for tables of which only some rows are read."""
     read = {}
     for node in graph.all_nodes():
-        for place, value in enumerate(node.inputs):
-            if value is not None and value.const_value is not None and not (node.op_type in _LOOKUPS and place == 0):
+        for index, value in enumerate(node.inputs):
+            if value is not None and value.const_value is not None and not (node.op_type in _LOOKUPS and index == 0):
                 read[value] = math.ceil(value.const_value.nbytes)
     return sum(read.values())
 

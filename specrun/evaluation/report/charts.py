@@ -57,12 +57,12 @@ def predicted(results: Sequence[Result]) -> str:
     if not timed:
         return ""
     figure, axes = _chart(0.9 + 2 * _ROW * len(timed))
-    places = range(len(timed))
+    positions = range(len(timed))
     for shift, values, colour, label in (
         (-0.2, [value for _, value in timed], HOST, "predicted"),
         (0.2, [r.speedup.median for r, _ in timed], DRAFT, "measured"),
     ):
-        bars = axes.barh([place + shift for place in places], values, 0.36, color=colour, label=label)
+        bars = axes.barh([position + shift for position in positions], values, 0.36, color=colour, label=label)
         axes.bar_label(bars, fmt="%.2f", padding=3)
     _rows(axes, [r for r, _ in timed])
     axes.axvline(1, color=HOST, linestyle="--", linewidth=1)
@@ -106,8 +106,8 @@ def categories(results: Sequence[Result]) -> str:
     height = 0.8 / len(categorized)
     for number, r in enumerate(categorized):
         rates = [100 * r.by_category[name]["draft_acceptance_rate"] if name in r.by_category else 0 for name in names]
-        places = [place + height * ((len(categorized) - 1) / 2 - number) for place in range(len(names))]
-        axes.barh(places, rates, height * 0.9, color=_LINES[number % len(_LINES)], label=_name(r))
+        positions = [position + height * ((len(categorized) - 1) / 2 - number) for position in range(len(names))]
+        axes.barh(positions, rates, height * 0.9, color=_LINES[number % len(_LINES)], label=_name(r))
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("accepted, % of drafted")
     axes.set_xlim(0, 100)
@@ -141,10 +141,10 @@ def bandwidth(shares: Sequence[Share]) -> str:
     if not shares:
         return ""
     figure, axes = _chart(0.9 + _ROW * len(shares) * 1.3)
-    bars = axes.barh(range(len(shares)), [one.bandwidth / 1e9 for one in shares], 0.6, color=TARGET)
-    axes.bar_label(bars, [f"{one.share:.0%}" for one in shares], padding=3)
+    bars = axes.barh(range(len(shares)), [row.bandwidth / 1e9 for row in shares], 0.6, color=TARGET)
+    axes.bar_label(bars, [f"{row.share:.0%}" for row in shares], padding=3)
     axes.axvline(shares[0].copy / 1e9, color=LIMIT, linestyle="--", label="a copy")
-    axes.set_yticks(range(len(shares)), [one.name for one in shares])
+    axes.set_yticks(range(len(shares)), [row.name for row in shares])
     axes.invert_yaxis()
     axes.set_xlabel("GB/s")
     _legend_above(figure, axes)
