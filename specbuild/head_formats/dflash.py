@@ -60,7 +60,7 @@ _RENAMED = {
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashHead(LayerHead):
-    """See ``LayerHead``. DSpark's parts have DeepSpec's names: ``MARKOV``, ``confidence_head.proj.weight``."""
+    """A DFlash or DSpark head. DSpark's parts have DeepSpec's names: ``MARKOV``, ``confidence_head.proj.weight``."""
 
     block_size: int
     """Tokens of a block in training: the last committed one, and masks."""

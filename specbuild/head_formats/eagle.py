@@ -127,7 +127,7 @@ class LayerHead(Head):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleHead(LayerHead):
-    """See ``LayerHead``."""
+    """An EAGLE-3 head: a layer that reads its target's fused features."""
 
     norm_before_residual: bool
     norm_before_fc: bool

@@ -31,7 +31,7 @@ _COMPARED_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaHead(Head):
-    """See ``Head``. Tensors have FasterDecoding's names: ``{head}.{layer}.linear.weight``, ``{head}.{layers}.weight``.
+    """Medusa heads. Tensors have FasterDecoding's names: ``{head}.{layer}.linear.weight``, ``{head}.{layers}.weight``.
 
     ``num_layers``: residual blocks of each of its heads.
     """

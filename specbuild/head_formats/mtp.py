@@ -32,7 +32,7 @@ _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class MtpHead(Head):
-    """See ``Head``. Tensors have the names of the files."""
+    """A checkpoint's multi-token prediction layer. Tensors have the names of the files."""
 
     model_type: str
     """Model type of the target that it was published with."""

@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
 
 class DFlash(LayerModule):
-    """See above."""
+    """The layers of a DFlash or DSpark head, which drafts a block of tokens in one pass."""
 
     head: DFlashHead
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Mtp(ChainModule):
-    """See above."""
+    """The multi-token prediction layer of a checkpoint, as a chain of draft steps."""
 
     head: MtpHead
 

@@ -39,7 +39,7 @@ MAX_ROUND_LEN = 16
 
 
 class OrtBackend(Backend):
-    """See ``Backend``. Inputs, outputs and cache are bound by address, so nothing is copied."""
+    """An engine in ONNX Runtime. Inputs, outputs and cache are bound by address, so nothing is copied."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class OrtBackend(Backend):
 
 
 class OrtPass:
-    """See ``Pass``. A session's inputs and outputs for one shape and some rows of the cache: bound once, run often."""
+    """A session's inputs and outputs for one shape and some rows of the cache: bound once, run often."""
 
     def __init__(
         self,

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
 
+from typing_extensions import override
+
 from specrun import arguments
 from specrun.errors import RequestError, SpecError
 from specrun.openai.answers import DEFAULT_RESPONSE_OPTIONS, Answer, ResponseOptions
@@ -185,19 +187,19 @@ def _own_request(content: Mapping[str, Any], defaults: Defaults) -> ParsedReques
 
 
 @dataclass(frozen=True)
-class _OwnForm:
+class _OwnForm(AnswerForm):
     """``answers``, one for each of the n, or ``error``."""
 
     position: Place
     head: Mapping[str, Any] = field(default_factory=dict)
     """The question's ``id``, where it has one."""
 
+    @override
     def answer(self, requests: Sequence[Request], parsed: ParsedRequest, names: TokenBytes | None) -> dict[str, Any]:
-        """See AnswerForm."""
         return self._line({"answers": [as_object(request) for request in requests]})
 
+    @override
     def failure(self, error: SpecError) -> dict[str, Any]:
-        """See AnswerForm."""
         return self._line({"error": str(error)})
 
     def _line(self, rest: dict[str, Any]) -> dict[str, Any]:
@@ -223,7 +225,7 @@ def _openai_request(content: Mapping[str, Any], defaults: Defaults) -> ParsedReq
     return ParsedRequest(body.prompts, body.params, options, body.n, body.response_options)
 
 
-class _OpenAIForm:
+class _OpenAIForm(AnswerForm):
     """``response`` with a status and a body, as the server's would be."""
 
     def __init__(self, position: Place, content: Mapping[str, Any], model: str) -> None:
@@ -235,14 +237,14 @@ class _OpenAIForm:
         self._custom_id = content.get("custom_id")
         self._url = content.get("url", "")
 
+    @override
     def answer(self, requests: Sequence[Request], parsed: ParsedRequest, names: TokenBytes | None) -> dict[str, Any]:
-        """See AnswerForm."""
         answers = [Answer.of(request, names, parsed.response_options) for request in requests]
         shape, created = _SHAPES[self._url], int(time.time())
         return self._line(200, whole_answer(shape, answers, parsed.n, Head(self._identity, created, self._model)))
 
+    @override
     def failure(self, error: SpecError) -> dict[str, Any]:
-        """See AnswerForm."""
         if isinstance(error, RequestError):
             return self._line(400, error_body(str(error), "invalid_request_error", field_of(error)))
         return self._line(500, error_body(str(error), "server_error"))

@@ -34,7 +34,7 @@ def compile_kernels(arch: str, text: str, form: str = "cubin") -> Any:
 
 
 class CudaDevice(Device):
-    """See ``Device``. It knows the kernels that were added to it.
+    """A GPU through NVIDIA's driver, with the kernels that were added to it.
 
     Memory is the driver's own, visible to every stream; nothing is allocated in a round.
     """
@@ -330,7 +330,7 @@ class CudaDevice(Device):
 
 
 class CudaEvent(DeviceEvent):
-    """See ``DeviceEvent``. Made by ``CudaDevice.event``."""
+    """An event of the driver, as ``CudaDevice.event`` creates it."""
 
     def __init__(self, device: CudaDevice, event: Any) -> None:
         self._device = device

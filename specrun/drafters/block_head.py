@@ -39,8 +39,8 @@ class ParallelDrafter(HeadDrafter):
         confidence: float | None = 0.0,
         markov: Markov | None = None,
     ) -> None:
-        """See ``ModelDrafter``. confidence: of a head with a confidence head, that one's opinion of the next token
-        counts, and in all texts.
+        """Arguments as for ``ModelDrafter``. confidence: a confidence head, where there is one, decides in place of the
+        draft's own probabilities, and in all texts. markov: matrices of a Markov head.
         """
         self._graph = runner.backend.config.graph
         asks_head = self._graph.has_confidence and confidence is not None

@@ -19,10 +19,10 @@ Cache = npt.NDArray[Any]
 
 
 class HostKVCache(RecurrentCache):
-    """See ``KVCache``: for every cache tensor, rows [rows, heads, length, head_dim] and a pool of blocks.
+    """Cache in host memory: for every tensor, rows [rows, heads, length, head_dim] and a pool of prefix cache blocks.
 
-    It has no rows before ``resize``. The pool is [blocks, heads, BLOCK, head_dim]. What recurrent layers keep of a row
-    is here too, see ``StateTensor``.
+    There are no rows before ``resize``. The pool is [blocks, heads, BLOCK, head_dim]. States of recurrent layers are
+    here too (``StateTensor``).
     """
 
     def __init__(

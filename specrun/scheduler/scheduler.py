@@ -193,7 +193,7 @@ class Scheduler:
                 raise
 
     def _step(self) -> None:
-        """See ``step``. An exception leaves ``_in_step`` set."""
+        """Run the parts of a step in order. An exception leaves ``_in_step`` set."""
         self._in_step = True
         self._release()
         self._admit()

@@ -39,7 +39,7 @@ class HostRound(Round[ModelRunner, Drafter]):
     prefill_chunk_size = 64  # On a CPU, every further token of a call takes nearly as long as the first.
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, max_draft_len: int, use_logits: bool) -> None:
-        """See ``Round``."""
+        """Arguments as for ``Round``."""
         super().__init__(target, drafter, max_draft_len, use_logits, ScoredTexts(target, max_draft_len))
         self.host_target = target
         self.skips_unused_tokens = target.backend.config.backend.skips_unused_tokens

@@ -57,10 +57,10 @@ class TargetLogits(Protocol):
         """Begin with ``num_rows`` empty rows of ``length`` tokens at most."""
 
     def forward(self, token_ids: Sequence[Sequence[int]], num_logits: Sequence[int]) -> Floats:
-        """See ``ModelRunner.forward``."""
+        """Feed what the cache lacks of rows 0, 1, .. Returns the logits of the last ``num_logits`` tokens of each."""
 
     def score(self, token_ids: Sequence[int], row: int, max_tokens: int) -> Floats:
-        """See ``ModelRunner.score``."""
+        """Feed up to ``max_tokens`` more tokens of one row. Returns the logits after each, float32 [count, V]."""
 
 
 DrafterT = TypeVar("DrafterT", bound=BaseDrafter)

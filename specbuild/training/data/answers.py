@@ -66,7 +66,7 @@ def answer_with_engines(
     from specrun.sampling.sampler import SamplingParams
 
     class TextAnswer:
-        """See ``AnswerForm``: here a prompt's answer is a text."""
+        """An ``AnswerForm`` whose answers are texts."""
 
         def __init__(self, prompt: Prompt) -> None:
             self.prompt = prompt

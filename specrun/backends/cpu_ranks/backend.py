@@ -24,9 +24,9 @@ from specrun.kv_cache.host import HostKVCache
 
 
 class RanksBackend(Backend):
-    """See ``Backend``. The caches of the ranks on this machine are memory of this process, so rows move without them.
+    """An engine whose ranks are processes. Caches of ranks on this machine are memory of this process: it moves rows.
 
-    Ranks on other machines have their caches themselves, and are told what is done to a row.
+    Ranks on other machines own their caches, and move rows when this process tells them to.
     """
 
     def __init__(self, directory: Path, config: EngineConfig, blocks: int, hosts: Sequence[str] = ()) -> None:
@@ -97,7 +97,7 @@ class RanksBackend(Backend):
 
 
 class RanksPass(Pass):
-    """See ``Pass``."""
+    """A pass that all ranks run together."""
 
     def __init__(self, group: RankGroup, key: tuple[int, ...], logits: npt.NDArray[np.float32]) -> None:
         """key: first row, rows, tokens and logits of a row."""
