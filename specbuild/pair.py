@@ -331,7 +331,7 @@ def _answer(request: PairRequest) -> dict[str, str]:
             return {name: str(path) for name, path in Pair(request).engines().items()}
         except BaseException as error:
             if received:
-                sys.exit(128 + received[0])  # Whoever has started this process says so.
+                sys.exit(128 + received[0])  # The parent process prints the message.
             if isinstance(error, Exception) and (reason := explain_error(error, "specbuild")):
                 return {"error": reason, "kind": type(error).__name__}
             raise

@@ -25,7 +25,7 @@ PACKAGES = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_
 
 
 def convert(options: ConvertOptions, stages: Stages | None = None) -> CheckpointConfig:
-    """Convert one checkpoint, and describe the result. What is there already and would be the same is left as it is.
+    """Convert one checkpoint, and describe the result. An output that would be the same is kept.
 
     stages: shows progress; None: on standard error.
     Raises SpecError, and ImportError where a package is missing.
@@ -36,7 +36,7 @@ def convert(options: ConvertOptions, stages: Stages | None = None) -> Checkpoint
     stopped, earlier = require_sound(options)
     directories = locate_inputs(options)  # Outside a stage, which has a bar: the Hub's client has bars of its own.
     if earlier is not None:
-        with stages.stage("compare with what is there"):
+        with stages.stage("compare with the existing output"):
             require_same(output_dir, earlier, made_of(CONVERT, asdict(options), directories, earlier.provenance))
         if stopped is not None:  # Killed behind its last step.
             stopped.remove()

@@ -33,7 +33,7 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
     stopped, earlier = require_sound(options)
     with described_inputs(options) as (directories, download):
         if earlier is not None and not download:
-            with stages.stage("compare with what is there"):
+            with stages.stage("compare with the existing output"):
                 provenance = made_of(CONVERT, asdict(options), directories, earlier.provenance)
                 require_same(Path(options.output_dir), earlier, provenance)
             would_be = "left as it is: it is up to date"

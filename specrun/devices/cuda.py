@@ -205,7 +205,7 @@ class CudaDevice(Device):
     def _require_replayable(self, graph: Any) -> None:
         """Raise BackendError where ``graph`` calls the host, copies from it, or copies to memory that is not ours.
 
-        Somebody computes with such bytes on the host, which no replay does again.
+        The host computes with such bytes, and a replay does not repeat that.
         """
         driver = self._driver
         kinds = driver.CUgraphNodeType

@@ -1,4 +1,4 @@
-"""What a round is told of its drafts."""
+"""How many tokens a round drafts, and where its drafts end."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class HybridDrafter(Drafter):
         self.model.observe(requests, outcomes, draft_len)
 
     def _is_better(self, expected: float, count: int) -> bool:
-        """Whether ``expected`` accepted tokens for nothing beat the model's, of ``count`` draft steps."""
+        """Whether a suffix draft of ``expected`` accepted tokens beats the model's draft of ``count`` steps."""
         rate = self._accepted.rate(0.7, 4.0)
         count = min(count, max(1, round(self._drafted or count)))
         by_model = sum(rate**step for step in range(1, count + 1))

@@ -141,7 +141,7 @@ def follow(matches: Sequence[Match], count: int, rate: float) -> tuple[list[int]
 
 def _longest_that_pays(plan: DraftPlan, survivals: Sequence[Sequence[float]]) -> int:
     """The most draft tokens of a row. survivals: of each row's draft tokens."""
-    if plan.min_survival or len(plan.lens) == 1:  # Nobody waits for another row, and a step costs nothing here.
+    if plan.min_survival or len(plan.lens) == 1:  # No row waits for another one, and a step costs nothing here.
         return plan.draft_len
     for count in range(plan.draft_len):
         if not plan.step_pays(count, [survival[count] for survival in survivals if len(survival) > count]):

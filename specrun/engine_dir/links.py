@@ -1,4 +1,4 @@
-"""Symbolic links in a checkpoint, which may be a stranger's: none of them leads to other files of this machine."""
+"""Symbolic links in an untrusted checkpoint: none of them leads to other files of this machine."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def bench(
     """Measure a target with its draft beside the target alone; a result for every batch size and draft length.
 
     target, draft, build: as ``SpeculativeDecoder.open`` takes them. draft: may be None where ``settings`` name what
-    drafts without a model. prompts: texts, token ids, or either with a category, by which acceptance is told apart, and
+    drafts without a model. prompts: texts, token ids, or either with a category, by which acceptance is counted, and
     a length. Every repetition decodes them all, and some again where the last batch is not full. report: gets a line
     for every repetition. Two targets and one draft are loaded at a time.
     Raises what ``SpeculativeDecoder.open`` raises, and RequestError for prompts and batches that do not fit.

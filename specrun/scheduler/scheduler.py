@@ -330,9 +330,9 @@ class Scheduler:
         The next one may be queued with it where no request is about to join them. It then works on the same rows.
         """
         with _Failing(self, requests):
-            run_round(self.round, self.lengths, requests, self._nobody_is_about_to_join)
+            run_round(self.round, self.lengths, requests, self._rows_will_stay)
 
-    def _nobody_is_about_to_join(self, draft_len: int) -> bool:
+    def _rows_will_stay(self, draft_len: int) -> bool:
         """Whether the round behind one of ``draft_len`` is likely to have the same rows."""
         if self._ready < len(self._rows):
             return False

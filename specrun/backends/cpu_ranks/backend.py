@@ -115,7 +115,7 @@ class RanksPass(Pass):
 
 
 class RanksCache(HostKVCache):
-    """The caches of the ranks on this machine. What is done to a row, ranks elsewhere are told."""
+    """The caches of the ranks on this machine. Ranks elsewhere get a message for each call that changes a row."""
 
     def __init__(self, config: EngineConfig, blocks: int, memory: SharedMemory, tell: Callable[..., None]) -> None:
         """config: with the ranks of this machine. tell: takes the name of an operation, and its arguments."""

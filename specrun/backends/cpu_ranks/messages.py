@@ -13,7 +13,7 @@ ADDRESS = "SPECRUN_RANKS_ADDRESS"
 TOKEN = "SPECRUN_RANKS_TOKEN"
 """The environment variable with a random text that ranks begin with, so that no other process is taken for one."""
 BEAT_SECONDS = 1.0
-"""A rank that computes says so at this pace."""
+"""Seconds between heartbeats of a rank that computes."""
 _SIZES = struct.Struct("!II")
 _FIRST_BYTES = 1 << 12
 """The most bytes of a message on a connection that has not sent the token yet."""

@@ -25,7 +25,7 @@ from specrun.errors import BackendError
 from specrun.kv_cache.host import HostKVCache
 
 ROW_OPERATIONS = {"clear", "clear_states", "swap", "save", "load", "save_state", "load_state"}
-"""Methods of ``HostKVCache`` that a rank on another machine is told to call for a row."""
+"""Methods of ``HostKVCache`` that a message can ask a rank on another machine to call."""
 
 _MPI_MEMORY = "/dev/shm/mpich_shm_"
 """Prefix of the names of memory that MPICH's ranks on one machine share."""

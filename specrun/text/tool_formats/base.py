@@ -158,7 +158,7 @@ class Arguments(NamedTuple):
 
 
 def arguments_of(schema: Schema) -> Arguments:
-    """Where a stranger's ``schema`` says something else than names and schemas, there are none."""
+    """The arguments that ``schema`` declares; none where it is malformed."""
     described, required = schema.get("properties"), schema.get("required")
     schemas = described if isinstance(described, Mapping) else {}
     return Arguments(schemas, [key for key in schemas if isinstance(required, list) and key in required])
