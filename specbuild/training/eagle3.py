@@ -83,7 +83,7 @@ class Eagle3Student(Student):
             hidden = self.module.feature(hidden)
 
     @override
-    def logits(self, states: Tensor, draft: int) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         logits: Tensor = self.module.lm_head(self.module.norm(states))
         return logits
 

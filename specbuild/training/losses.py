@@ -16,7 +16,7 @@ from specbuild.training.memory import sparing
 from specbuild.training.student import Student
 
 DECAY = 0.8
-"""Weight of a draft beside the one before it, as in EAGLE-3 and Medusa: it counts only if that one stands."""
+"""Weight of a draft beside the one before it, as in EAGLE-3: it counts only if that one stands."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ def compare(
     standing = torch.ones_like(wanted)
     for draft, states in enumerate(student.drafts(batch.ids, batch.mask, features, min(count, length - 2))):
         drafted = wanted[:, draft:]
-        divergence, agrees = _diverge_in_parts(student, draft, states[drafted], expected, rows[:, draft:][drafted])
+        divergence, agrees = _diverge_in_parts(student, states[drafted], expected, rows[:, draft:][drafted])
         loss = loss + DECAY**draft * divergence.sum() / max(1, len(divergence))
         standing = standing[:, : drafted.shape[1]]
         score.reached.append(int((standing & drafted).sum()))
@@ -138,13 +138,11 @@ def compare(
     return loss, score
 
 
-def _diverge_in_parts(
-    student: Student, draft: int, states: Tensor, expected: Expected, rows: Tensor
-) -> tuple[Tensor, Tensor]:
+def _diverge_in_parts(student: Student, states: Tensor, expected: Expected, rows: Tensor) -> tuple[Tensor, Tensor]:
     """``Expected.diverge`` of a draft's states [n, ..]: never are the logits of all positions kept."""
 
     def diverge(states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return expected.diverge(rows, student.logits(states, draft))
+        return expected.diverge(rows, student.logits(states))
 
     size = max(1, memory.KEPT // expected.width)
     parts = zip(states.split(size), rows.split(size), strict=True)

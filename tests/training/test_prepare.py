@@ -71,7 +71,7 @@ def test_the_target_in_pytorch_answers_as_the_engine_does(answered: Path, target
     expected = {line["line"]: line["messages"][-1]["content"] for line in lines(answered / "data.jsonl")}
     assert {prompt.position.line: text for prompt, text in found} == expected
     options: dict[str, Any] = {"steps": 1, "max_length": 40}
-    assert train(target, tmp_path / "head", "medusa", prompts=answered / "prompts.txt", **options)["step"] == 1
+    assert train(target, tmp_path / "head", "eagle3", prompts=answered / "prompts.txt", **options)["step"] == 1
     own = lines(tmp_path / "head.data.jsonl")
     assert [line["messages"][0]["content"] for line in own] == PROMPTS
 
