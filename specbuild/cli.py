@@ -88,7 +88,6 @@ def convert(options: ConvertOptions, dry_run: bool) -> None:
 @_formats(QuantizeOptions)
 @field_option(QuantizeOptions, "lm_head", "--lm_head/--no_lm_head")
 @field_options(QuantizeOptions, "quality")
-@field_option(QuantizeOptions, "draft_dir", **_HUB)
 @field_options(QuantizeOptions, "revision", "trust_remote_code", "resume", "force")
 def quantize(options: QuantizeOptions) -> None:
     """Hugging Face checkpoint -> quantized one, in the format of compressed-tensors."""
