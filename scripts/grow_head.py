@@ -1,7 +1,7 @@
-"""Enlarge an EAGLE-3 head or Medusa heads as scripts/grow_checkpoint.py has enlarged their target.
+"""Enlarge an EAGLE-3 head as scripts/grow_checkpoint.py has enlarged their target.
 
 What they compute stays the same, so texts and acceptance are those of the small model and its head, at the cost of a
-large pair. Heads are as ``specbuild train_draft`` writes them. What was written is read again and compared.
+large pair. The head is as ``specbuild train_draft`` writes it. What was written is read again and compared.
 """
 
 from __future__ import annotations
@@ -27,12 +27,8 @@ DRAFTS = 3
 
 def open_student(head: Path, target: Any) -> Any:
     """The head in a directory, as the trainer opens it."""
-    from specbuild.head_formats.medusa import FILE_NAME
     from specbuild.training.eagle3 import Eagle3Student
-    from specbuild.training.medusa import MedusaStudent
 
-    if (head / FILE_NAME).is_file():
-        return MedusaStudent(head, target)
     return Eagle3Student(head, target, DRAFTS)
 
 
@@ -47,7 +43,7 @@ def draft_logits(head: Path, target: Any) -> list[Any]:
     with torch.no_grad(), watched(target, student.fusion) as features:
         target(ids, use_cache=False)
         states = student.drafts(ids, torch.ones_like(ids), features(), DRAFTS)
-        return [student.logits(found.flatten(0, 1), draft) for draft, found in enumerate(states)]
+        return [student.logits(found.flatten(0, 1)) for found in states]
 
 
 def grown(tensors: Mapping[str, Any], growth: Growth) -> dict[str, Any]:
@@ -93,16 +89,13 @@ def grow(head: Path, target: Path, grown_target: Path, output: Path) -> None:
     small, large = (load_model(directory, "float32") for directory in (target, grown_target))
     (file,) = head.glob("*.safetensors")
     config = json.loads((head / "config.json").read_text())
-    if "num_hidden_layers" in config:
-        if config["intermediate_size"] > new.intermediate_size:
-            raise SpecError(f"{head}: its intermediate_size is larger than the enlarged target's")
-        layers = open_student(head, small).head.aux_layers_of(len(decoder_layers(small)), old.hidden_size)
-        config.pop("eagle_config", None)
-        # The grown target's new layers stand behind its own ones. These ids count inputs, as vLLM's speculators do.
-        config |= {**new.config_fields(), "eagle_aux_hidden_state_layer_ids": list(layers)}
-        config["rms_norm_eps"] *= growth.norm_scale**2
-    else:
-        config |= {"hidden_size": new.hidden_size, "base_model_name_or_path": str(grown_target)}
+    if config["intermediate_size"] > new.intermediate_size:
+        raise SpecError(f"{head}: its intermediate_size is larger than the enlarged target's")
+    layers = open_student(head, small).head.aux_layers_of(len(decoder_layers(small)), old.hidden_size)
+    config.pop("eagle_config", None)
+    # The grown target's new layers stand behind its own ones. These ids count inputs, as vLLM's speculators do.
+    config |= {**new.config_fields(), "eagle_aux_hidden_state_layer_ids": list(layers)}
+    config["rms_norm_eps"] *= growth.norm_scale**2
     with new_directory(output, force=False) as work:
         tensors = grown(load_file(file), growth)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, work / file.name)

@@ -32,8 +32,8 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, own = _PLACES[name]
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), own)
+    module, attribute = _PLACES[name]
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
     globals()[name] = value
     return value
 

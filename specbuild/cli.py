@@ -88,7 +88,6 @@ def convert(options: ConvertOptions, dry_run: bool) -> None:
 @_formats(QuantizeOptions)
 @field_option(QuantizeOptions, "lm_head", "--lm_head/--no_lm_head")
 @field_options(QuantizeOptions, "quality")
-@field_option(QuantizeOptions, "draft_dir", **_HUB)
 @field_options(QuantizeOptions, "revision", "trust_remote_code", "resume", "force")
 def quantize(options: QuantizeOptions) -> None:
     """Hugging Face checkpoint -> quantized one, in the format of compressed-tensors."""
@@ -187,9 +186,9 @@ def check(model_dir: str, draft_dir: str | None, revision: str | None, text_mode
     checked = [(model_dir, check_model(model_dir, Stages(), revision, text_model))]
     if draft_dir is not None:
         checked.append((draft_dir, check_model(draft_dir, Stages())))
-    for name, one in checked:
-        click.echo(facts_table({"checkpoint": name, **one.facts()}))
-    for sentence in compare(*(one for _, one in checked)) if len(checked) == 2 else ():
+    for name, checkpoint in checked:
+        click.echo(facts_table({"checkpoint": name, **checkpoint.facts()}))
+    for sentence in compare(*(checkpoint for _, checkpoint in checked)) if len(checked) == 2 else ():
         click.echo(f"pair: {sentence}")
 
 

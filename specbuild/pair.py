@@ -158,18 +158,18 @@ class Pair:
         models = {"target": self.target, **({"draft": self.draft} if self.draft else {})}
         places = {role: self.place_of(role) for role, model in models.items() if model in self.checkpoints}
         self.known.save()
-        for place in places.values():
-            require_own(place)
-        missing = {role: place for role, place in places.items() if self._problem(place)}
+        for directory in places.values():
+            require_own(directory)
+        missing = {role: directory for role, directory in places.items() if self._problem(directory)}
         if missing:
             self.require_fit()
-        for role, place in missing.items():
-            self._build(role, models[role], place)
+        for role, directory in missing.items():
+            self._build(role, models[role], directory)
         for onnx in self._onnx:
             with locked(onnx):
                 shutil.rmtree(onnx, ignore_errors=True)
-        for place in places.values():
-            note_use(place)
+        for directory in places.values():
+            note_use(directory)
         return {role: places[role] / "engine" if role in places else model for role, model in models.items()}
 
     def require_fit(self) -> None:
@@ -195,30 +195,30 @@ class Pair:
             if asked and limit and asked > limit:
                 raise BuildConfigError(f"--max_seq_len {asked}: {model} has {limit} positions; give at most that")
 
-    def _build(self, role: str, model: Path, place: Path) -> None:
+    def _build(self, role: str, model: Path, directory: Path) -> None:
         """Build one engine, unless another process has done so meanwhile."""
         from specbuild.progress import Stages
 
         say = Stages().say
-        with locked(place, lambda: say("another process is building this engine; waiting for it")):
-            if not (problem := self._problem(place)):
+        with locked(directory, lambda: say("another process is building this engine; waiting for it")):
+            if not (problem := self._problem(directory)):
                 return
-            if place.is_dir():
+            if directory.is_dir():
                 say(f"{problem}: this engine in the cache is built again")
-                remove_locked(place)
-            say(f"{origin_of(model)} is built once and kept in {place}")
-            with new_directory(place, force=False) as work:
+                remove_locked(directory)
+            say(f"{origin_of(model)} is built once and kept in {directory}")
+            with new_directory(directory, force=False) as work:
                 self._write(role, model, work)
 
-    def _problem(self, place: Path) -> str | None:
+    def _problem(self, directory: Path) -> str | None:
         """What is wrong with an entry of the cache; None: it can be used."""
-        if not place.is_dir():
+        if not directory.is_dir():
             return "missing"
         try:
-            open_engine(place / "engine", every_byte=self.request.check == "full")
+            open_engine(directory / "engine", every_byte=self.request.check == "full")
         except EngineDirError as error:
             return f"{str(error).partition(';')[0]}: damaged"
-        if self.options.verify and (place / _NOT_VERIFIED).exists():
+        if self.options.verify and (directory / _NOT_VERIFIED).exists():
             return "built with --no-verify"
         return None
 
@@ -228,8 +228,8 @@ class Pair:
         from specbuild.engine.config import EngineOptions
         from specbuild.progress import Stages
 
-        options, own = self.options, self._conversion(role, model)
-        onnx = Path(own.output_dir)
+        options, conversion = self.options, self._conversion(role, model)
+        onnx = Path(conversion.output_dir)
         shown = origin_of(model)
         stages = Stages(names={onnx: f"{shown} as ONNX", work / "engine": f"engine of {shown}", model: str(shown)})
         of_model = EngineOptions(
@@ -239,13 +239,13 @@ class Pair:
             max_batch_size=options.max_batch_size,
             max_seq_len=self.max_seq_len,
             max_input_len=self.max_seq_len - 1,
-            max_draft_len=options.max_draft_len if role == "target" or own.head_of else None,
+            max_draft_len=options.max_draft_len if role == "target" or conversion.head_of else None,
             tp_size=options.tp_size if role == "target" else 1,
             kv_cache_dtype=options.kv_cache_dtype,
         )
         with locked(onnx):
             self._onnx.add(onnx)
-            convert(own, stages)
+            convert(conversion, stages)
             build_engine(of_model, stages=stages)
         if not options.verify:
             (work / _NOT_VERIFIED).touch()
@@ -257,26 +257,37 @@ class Pair:
         from specbuild.convert.options import ConvertOptions
 
         options = self.options
-        own = ConvertOptions(
+        conversion = ConvertOptions(
             str(model), "", trust_remote_code=options.trust_remote_code, verify=options.verify, resume=True
         )
         if role == "draft" and self.head is not None:
             qformat = options.qformat if options.qformat.startswith("int") else "auto"
-            own = replace(own, head_of=str(self.target), qformat=qformat)
+            conversion = replace(conversion, head_of=str(self.target), qformat=qformat)
         else:
-            own = replace(
-                own,
+            conversion = replace(
+                conversion,
                 qformat=options.qformat,
                 text_model=options.text_model and role == "target",
                 draft_vocab_size=options.draft_vocab_size if role == "draft" else None,
                 head=str(self.head) if self.head else None,
                 lora=str(self.lora) if self.lora and role == "target" else None,
             )
-        directories = [model, *([self.target, self.head] if self.head else []), Path(own.lora) if own.lora else None]
+        directories = [
+            model,
+            *([self.target, self.head] if self.head else []),
+            Path(conversion.lora) if conversion.lora else None,
+        ]
         read = [self.known.inputs_of(directory) for directory in directories if directory]
-        forms = [own.qformat, own.text_model, own.draft_vocab_size, own.verify, bool(own.head), bool(own.head_of)]
+        forms = [
+            conversion.qformat,
+            conversion.text_model,
+            conversion.draft_vocab_size,
+            conversion.verify,
+            bool(conversion.head),
+            bool(conversion.head_of),
+        ]
         key = key_of([__version__, releases(*PACKAGES), read, forms])[:16]
-        return replace(own, output_dir=cached_engines() / f"{origin_of(model).name}-{key}.onnx")
+        return replace(conversion, output_dir=cached_engines() / f"{origin_of(model).name}-{key}.onnx")
 
 
 def _locate(model: str, option: str, revision: str | None, code: bool) -> Path:
@@ -320,7 +331,7 @@ def _answer(request: PairRequest) -> dict[str, str]:
             return {name: str(path) for name, path in Pair(request).engines().items()}
         except BaseException as error:
             if received:
-                sys.exit(128 + received[0])  # Whoever has started this process says so.
+                sys.exit(128 + received[0])  # The parent process prints the message.
             if isinstance(error, Exception) and (reason := explain_error(error, "specbuild")):
                 return {"error": reason, "kind": type(error).__name__}
             raise

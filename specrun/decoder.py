@@ -100,9 +100,9 @@ class SpeculativeDecoder:
 
         ``chat_template`` is a file with a template in jinja's language, instead of the tokenizer's own. ``tool_format``
         is how the model writes calls of tools, where its template does not show it; ``reasoning_format`` is how it
-        writes thoughts, or ``none`` where nothing is told from answers.
+        writes thoughts, or ``none`` where thoughts are not separated from answers.
 
-        ``on_warm_up`` is told how many steps of the GPUs' warm-up, of how many, are done.
+        ``on_warm_up`` is called with the number of finished warm-up steps on GPUs, and the number of all.
         Raises EngineDirError, PairError, BackendError, and RequestError for arguments of the wrong type; nothing is
         loaded before all checks have passed.
         """
@@ -118,7 +118,7 @@ class SpeculativeDecoder:
         tokenizer_dir = target_dir if tokenizer_dir is None else path("tokenizer_dir", tokenizer_dir)
         chat_template = None if chat_template is None else path("chat_template", chat_template)
         engine, draft, draft_len = check_pair(target_dir, draft_dir, config)
-        rows = min(one.config.build_config.max_batch_size for one in (engine, draft) if one)
+        rows = min(opened.config.build_config.max_batch_size for opened in (engine, draft) if opened)
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config, on_warm_up)
         lengths = DraftLength(
             draft_len,
@@ -144,7 +144,7 @@ class SpeculativeDecoder:
         )
 
     def close(self) -> None:
-        """Give the engines and their memory back. Requests that have not ended fail, and so do calls from then on.
+        """Close the engines and free their memory. Requests that have not ended fail, and so do calls from then on.
 
         A step of another thread ends first.
         """

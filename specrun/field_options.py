@@ -35,8 +35,8 @@ def packed(name: str, make: Callable[..., object]) -> Decorator:
     def decorate(command: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(command)
         def called(**arguments: Any) -> object:
-            own = {name: arguments.pop(name) for name in names if name in arguments}
-            return command(**{name: make(**own)}, **arguments)
+            values = {name: arguments.pop(name) for name in names if name in arguments}
+            return command(**{name: make(**values)}, **arguments)
 
         return called
 

@@ -51,7 +51,6 @@ KINDS = {
     "suffix": Kind(lookup="suffix"),
     "draft model": Kind("draft"),
     "EAGLE-3": Kind("eagle3", target="eagle3_target"),
-    "Medusa": Kind("medusa", target="medusa_target"),
     "model + suffix": Kind("draft", "suffix"),
     "EAGLE-3 + suffix": Kind("eagle3", "suffix", "eagle3_target"),
 }

@@ -49,7 +49,7 @@ WAYS = {
 }
 
 SMALL_PAIR = Path(__file__).parents[1] / "demo_pair"
-PAIRS = ("demo pair", "EAGLE-3", "Medusa", "suffix", "small pair", "wide pair")
+PAIRS = ("demo pair", "EAGLE-3", "suffix", "small pair", "wide pair")
 
 Times = list[tuple[float, float]]
 """Each round's seconds outside and inside the engines."""
@@ -184,7 +184,6 @@ def pairs(demo: Path, work: Path, names: tuple[str, ...], output_len: int) -> di
     found = {
         "demo pair": Pair(onnx / "target", onnx / "draft", None, output_len),
         "EAGLE-3": Pair(kinds / "eagle3_target", kinds / "eagle3", None, output_len),
-        "Medusa": Pair(kinds / "medusa_target", kinds / "medusa", None, output_len),
         "suffix": Pair(onnx / "target", None, "suffix", output_len),
     }
     if "small pair" in names:

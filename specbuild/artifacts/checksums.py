@@ -53,7 +53,7 @@ def _weights(directory: Path) -> Iterator[Path]:
         try:
             names = set(json.loads(index.read_bytes())["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return  # Whoever reads the checkpoint says what is wrong with it.
+            return  # Reading the checkpoint raises the error.
         yield from (directory / name for name in names if isinstance(name, str) and Path(name).name == name)
     elif (single := directory / SINGLE_NAME).is_file():
         yield single

@@ -54,7 +54,7 @@ def difference(actual: Provenance, wanted: Provenance) -> str | None:
     if actual.tool != wanted.tool:
         return f"by {actual.tool}"
     if name := _first(actual.options, wanted.options or {}):
-        ours, theirs = (_shown((made.options or {}).get(name)) for made in (wanted, actual))
+        ours, theirs = (_shown((described.options or {}).get(name)) for described in (wanted, actual))
         return f"with --{name} {theirs}, not {ours}"
     if name := _first(actual.inputs, wanted.inputs):
         return f"from another {name}"

@@ -71,7 +71,7 @@ class Run:
     """What a command has done so far."""
 
     directory: Path
-    made: Provenance
+    provenance: Provenance
     """Provenance of what the command makes."""
     parts: dict[str, Part] = field(default_factory=dict)
 
@@ -106,9 +106,9 @@ class Run:
         """Whether there is anything to lose."""
         return any(part.rows for part in self.parts.values()) or (self.directory / "written").exists()
 
-    def require_same(self, made: Provenance) -> None:
+    def require_same(self, provenance: Provenance) -> None:
         """Raise BuildConfigError where other things are wanted now."""
-        if differs := difference(self.made, made):
+        if differs := difference(self.provenance, provenance):
             raise BuildConfigError(
                 f"--resume: the run in {self.directory} began {differs}; give the same, or --force to begin anew"
             )
@@ -136,7 +136,7 @@ class Run:
 
     def _record(self) -> bytes:
         parts = {name: {"rows": part.rows, "state": part.state} for name, part in self.parts.items()}
-        return json.dumps({"made": self.made.model_dump(mode="json"), "parts": parts}).encode()
+        return json.dumps({"made": self.provenance.model_dump(mode="json"), "parts": parts}).encode()
 
 
 def stopped_run(output: Path, resume: bool, force: bool) -> Run | None:
@@ -155,7 +155,7 @@ def stopped_run(output: Path, resume: bool, force: bool) -> Run | None:
 
 
 @contextmanager
-def run_for(output: Path, made: Provenance, stopped: Run | None, stages: Stages) -> Iterator[Run]:
+def run_for(output: Path, provenance: Provenance, stopped: Run | None, stages: Stages) -> Iterator[Run]:
     """A run that makes ``output``, or goes on with ``stopped``. What is left of another one is removed.
 
     Its work is kept where the block is stopped or fails for the machine's reasons, like a full disk. It is removed when
@@ -164,11 +164,11 @@ def run_for(output: Path, made: Provenance, stopped: Run | None, stages: Stages)
 
     Raises BuildConfigError where ``stopped`` began with other things.
     """
-    run = Run(checkpoint_of(output), made)
+    run = Run(checkpoint_of(output), provenance)
     if stopped is None:
         run.remove()
     else:
-        stopped.require_same(made)
+        stopped.require_same(provenance)
         run = stopped
         sweep(run.written)
     try:

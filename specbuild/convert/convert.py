@@ -25,7 +25,7 @@ PACKAGES = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_
 
 
 def convert(options: ConvertOptions, stages: Stages | None = None) -> CheckpointConfig:
-    """Convert one checkpoint, and describe the result. What is there already and would be the same is left as it is.
+    """Convert one checkpoint, and describe the result. An output that would be the same is kept.
 
     stages: shows progress; None: on standard error.
     Raises SpecError, and ImportError where a package is missing.
@@ -36,7 +36,7 @@ def convert(options: ConvertOptions, stages: Stages | None = None) -> Checkpoint
     stopped, earlier = require_sound(options)
     directories = locate_inputs(options)  # Outside a stage, which has a bar: the Hub's client has bars of its own.
     if earlier is not None:
-        with stages.stage("compare with what is there"):
+        with stages.stage("compare with the existing output"):
             require_same(output_dir, earlier, made_of(CONVERT, asdict(options), directories, earlier.provenance))
         if stopped is not None:  # Killed behind its last step.
             stopped.remove()
@@ -46,8 +46,8 @@ def convert(options: ConvertOptions, stages: Stages | None = None) -> Checkpoint
     with stages.stage("check checkpoint"), named(str(origin_of(model)), model):
         source = read_source(options, directories, stages)
     with stages.stage("checksums of the checkpoint"):
-        made = made_of(CONVERT, asdict(options), directories, stopped.made if stopped else None)
-    with run_for(output_dir, made, stopped, stages) as run, new_directory(output_dir, options.force) as work:
+        provenance = made_of(CONVERT, asdict(options), directories, stopped.provenance if stopped else None)
+    with run_for(output_dir, provenance, stopped, stages) as run, new_directory(output_dir, options.force) as work:
         # torch and onnx are imported here, so that --help and bad input cost no seconds.
         from specbuild.convert.head import prepare_head
         from specbuild.convert.model import prepare_model
@@ -58,7 +58,7 @@ def convert(options: ConvertOptions, stages: Stages | None = None) -> Checkpoint
         if not save_tokenizer(source.directory, work, options.trust_remote_code):
             stages.say(f"note: {source.directory} has no tokenizer; specrun will need --tokenizer_dir")
         prepare = prepare_head if options.head_of else prepare_model
-        config = write_checkpoint(prepare(source, options, run, work, stages), run.made, work, stages)
+        config = write_checkpoint(prepare(source, options, run, work, stages), run.provenance, work, stages)
     _summarize(config, source, options, stages)
     return config
 

@@ -33,15 +33,15 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
     stopped, earlier = require_sound(options)
     with described_inputs(options) as (directories, download):
         if earlier is not None and not download:
-            with stages.stage("compare with what is there"):
-                made = made_of(CONVERT, asdict(options), directories, earlier.provenance)
-                require_same(Path(options.output_dir), earlier, made)
+            with stages.stage("compare with the existing output"):
+                provenance = made_of(CONVERT, asdict(options), directories, earlier.provenance)
+                require_same(Path(options.output_dir), earlier, provenance)
             would_be = "left as it is: it is up to date"
         else:
             would_be = "converted" if earlier is None else "compared with the download"
         if stopped and not download:
             with stages.stage("compare with the run that has stopped"):
-                stopped.require_same(made_of(CONVERT, asdict(options), directories, stopped.made))
+                stopped.require_same(made_of(CONVERT, asdict(options), directories, stopped.provenance))
         with stages.stage("check checkpoint"):
             source = read_source(options, directories, stages)
         with stages.stage("lay out the model"):
@@ -71,11 +71,11 @@ def _facts(options: ConvertOptions, source: Source, layout: Layout, would_be: st
     if source.head:
         notes.append(f"features for {options.head}: {Fusion(source.head, model).describe()}")
     disk = output_bytes(model, packed)
-    place = Path(options.output_dir).absolute().parent
+    folder = Path(options.output_dir).absolute().parent
     if would_be == "converted":
         from huggingface_hub import constants
 
-        require_space({place: disk, **({Path(constants.HF_HUB_CACHE): download} if download else {})})
+        require_space({folder: disk, **({Path(constants.HF_HUB_CACHE): download} if download else {})})
     # The codes of one quantized weight are held as a whole, a byte each, and once more as they are written.
     codes = max((weight.codes.size for weight in packed.weights()), default=0)
     memory = conversion_memory(info.layers) + 2 * codes
@@ -92,7 +92,7 @@ def _facts(options: ConvertOptions, source: Source, layout: Layout, would_be: st
         "max_seq_len": str(source.max_seq_len),
         "calibration": calibration,
         **({"download": human_bytes(download)} if download else {}),
-        "disk": f"about {human_bytes(disk)}; {human_bytes(free_bytes(place))} are free",
+        "disk": f"about {human_bytes(disk)}; {human_bytes(free_bytes(folder))} are free",
         "memory": f"up to about {human_bytes(memory)} beyond Python with torch{say_free_memory()}",
         "time": "not known before it was tried; it goes into reading and writing the weights, and comparing"
         if options.verify

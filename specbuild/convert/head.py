@@ -105,5 +105,5 @@ def _lent(owner: PreTrainedModel, weights: dict[str, Weight]) -> dict[str, Weigh
     """A target's embedding and output layer, by a head's names for them."""
     modules = {"embed_tokens.weight": owner.get_input_embeddings(), "lm_head.weight": owner.get_output_embeddings()}
     names = {id(module): name for name, module in owner.named_modules(remove_duplicate=False)}
-    shared = {own: weights.get(f"{names.get(id(module))}.weight") for own, module in modules.items()}
-    return {own: weight for own, weight in shared.items() if weight is not None}
+    shared = {tensor_name: weights.get(f"{names.get(id(module))}.weight") for tensor_name, module in modules.items()}
+    return {tensor_name: weight for tensor_name, weight in shared.items() if weight is not None}

@@ -18,7 +18,7 @@ from specrun.engine_dir.config import Provenance
 if TYPE_CHECKING:
     from specbuild.convert.options import ConvertOptions
 
-_INPUTS = {"model", "revision", "lora", "head", "head_of", "draft_dir", "texts"}
+_INPUTS = {"model", "revision", "lora", "head", "head_of", "texts"}
 """Options that name what is read; it counts by its content."""
 _NOT_IN_FILES = {*_INPUTS, "output_dir", "resume", "force"}
 """Options that provenance leaves out: inputs, and options that do not change the result."""

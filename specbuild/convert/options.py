@@ -49,8 +49,6 @@ class QuantizeOptions(CheckpointOptions):
     """Quantize lm_head too; vLLM and others do not read that for every model."""
     quality: bool = True
     """Compare the predictions with the original's."""
-    draft_dir: str | None = None
-    """A draft of the model: compare the acceptance rate of the pair too."""
 
 
 @dataclass(frozen=True)

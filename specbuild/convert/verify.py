@@ -135,8 +135,8 @@ class _Walk:
         length = self.reference.start + total + 16
         number = self.info.past_names.index(name)
         if self.reference.start and number < len(self.info.caches):
-            made = made_up_cache(self.info, self.reference, name, length)
-            return made / self.rounding.tensors[number].factors[:, None] if self.rounding else made
+            values = made_up_cache(self.info, self.reference, name, length)
+            return values / self.rounding.tensors[number].factors[:, None] if self.rounding else values
         shape = self.info.cache_tensors[number]
         # Junk where nothing was written yet: whatever the mask lets through shows up in the logits.
         return np.full((rows, shape.heads, length, shape.head_dim), 1e3, np.float32)
@@ -167,8 +167,8 @@ class _Walk:
 
 def largest_difference(pairs: Iterable[tuple[Floats, Floats]]) -> tuple[float, float]:
     """The largest absolute difference of two arrays, and the largest number of the second ones."""
-    found = [(np.abs(actual - expected).max(), np.abs(expected).max()) for actual, expected in pairs]
-    worst, scale = np.max(found, axis=0)
+    maxima = [(np.abs(actual - expected).max(), np.abs(expected).max()) for actual, expected in pairs]
+    worst, scale = np.max(maxima, axis=0)
     return float(worst), float(scale)
 
 

@@ -45,11 +45,11 @@ def verify_head(graph: Path, info: GraphInfo, model: GraphModule) -> float:
         assert isinstance(model, ChainModule)
         actual, expected = _chain(graph, info, model)
     pairs = []
-    for own, other in zip(actual, expected, strict=True):
+    for row, other in zip(actual, expected, strict=True):
         drafted = np.isfinite(other)
-        if own.shape != other.shape or (np.isneginf(own) != ~drafted).any():
+        if row.shape != other.shape or (np.isneginf(row) != ~drafted).any():
             raise VerificationError(f"{graph}: the graph drafts other tokens than the head has")
-        pairs.append((finite(own[drafted], "the exported head's logits"), other[drafted]))
+        pairs.append((finite(row[drafted], "the exported head's logits"), other[drafted]))
     worst, scale = largest_difference(pairs)
     tolerance = DTYPES[info.dtype].tolerance
     if not worst <= tolerance * scale:
@@ -105,7 +105,9 @@ def _blocks(graph: Path, info: GraphInfo, model: DFlash) -> tuple[list[Floats], 
         logits = running.run(tokens, list(_FIRST), ends, indices)
         actual += [row[:count] for row, count in zip(logits, wanted, strict=True)]
         texts = zip(tokens, features, _ROWS, wanted, strict=True)
-        expected += [reference_block(model, text[:length], own, count) for text, own, length, count in texts]
+        expected += [
+            reference_block(model, text[:length], text_features, count) for text, text_features, length, count in texts
+        ]
     return actual, expected
 
 

@@ -52,7 +52,7 @@ class Prepared:
     """Writes further files into a directory; returns their names."""
 
 
-def write_checkpoint(prepared: Prepared, made: Provenance, work: Path, stages: Stages) -> CheckpointConfig:
+def write_checkpoint(prepared: Prepared, provenance: Provenance, work: Path, stages: Stages) -> CheckpointConfig:
     """Fill ``work``, where the tokenizer is already; returns what describes it. Raises SpecError."""
     for note in prepared.notes:
         stages.say(f"note: {note}")
@@ -87,7 +87,7 @@ def write_checkpoint(prepared: Prepared, made: Provenance, work: Path, stages: S
         tokenizer=describe_tokenizer(work),
         max_logit_difference=difference,
         pretrained_config=plain(prepared.pretrained_config),
-        provenance=made.model_copy(update={"notes": prepared.notes}),
+        provenance=provenance.model_copy(update={"notes": prepared.notes}),
         files={
             name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *others, *tokenizer_files(work))
         },

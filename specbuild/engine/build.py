@@ -93,10 +93,10 @@ def _needed_space(plans: list[EnginePlan]) -> dict[Path, int]:
     needs: dict[Path, int] = {}
     largest: dict[Path, int] = {}  # Memory of one build in addition to its engine: builds run one after the other.
     for plan in plans:
-        place = plan.options.output_dir.absolute().parent
-        needs[place] = needs.get(place, 0) + disk_bytes(plan)
-        largest[place] = max(largest.get(place, 0), disk_bytes_to_build(plan) - disk_bytes(plan))
-    return {place: size + largest[place] for place, size in needs.items()}
+        folder = plan.options.output_dir.absolute().parent
+        needs[folder] = needs.get(folder, 0) + disk_bytes(plan)
+        largest[folder] = max(largest.get(folder, 0), disk_bytes_to_build(plan) - disk_bytes(plan))
+    return {folder: size + largest[folder] for folder, size in needs.items()}
 
 
 def _build_one(options: EngineOptions, force: bool, advance: Advance = lambda _amount: None) -> str:
@@ -110,8 +110,8 @@ def _build_one(options: EngineOptions, force: bool, advance: Advance = lambda _a
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     size = sum(info.bytes for info in config.files.values())
     notes = "".join(f"; {note}" for note in config.provenance.notes)
-    made = f"{config.backend.name} engine, {human_bytes(size)}, {stages.seconds:.1f} s"
-    return f"{options.output_dir}: {made}{notes}"
+    summary = f"{config.backend.name} engine, {human_bytes(size)}, {stages.seconds:.1f} s"
+    return f"{options.output_dir}: {summary}{notes}"
 
 
 def _measure(directory: Path, config: EngineConfig) -> dict[str, Any]:

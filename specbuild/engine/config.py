@@ -75,7 +75,7 @@ class EngineOptions(Strict):
     def _path(cls, path: Path | None) -> Path | None:
         if "\0" in str(path):
             raise ValueError("a path has no NUL character")
-        return path and path.expanduser()  # A shell has done so; nobody has in a file.
+        return path and path.expanduser()  # A shell expands ~; a file has it as it was written.
 
 
 def engine_options(flags: dict[str, Any], file: Path | None) -> list[EngineOptions]:

@@ -68,8 +68,8 @@ class EnginePlan:
 
 def caches_of(model: ir.Model) -> list[CacheTensor]:
     """What a graph has of keys and values."""
-    own = [value for value in model.graph.inputs if str(value.name).startswith(CACHE)]
-    shapes = [value.shape for value in own if value.shape is not None and value.name != f"{CACHE}features"]
+    inputs = [value for value in model.graph.inputs if str(value.name).startswith(CACHE)]
+    shapes = [value.shape for value in inputs if value.shape is not None and value.name != f"{CACHE}features"]
     return [CacheTensor(heads=int(shape[1]), head_dim=int(shape[3])) for shape in shapes]  # type: ignore[arg-type]
 
 
@@ -101,7 +101,7 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
     versions = {backend: release, **releases(*_MAKERS)}
     if device == "cpu":
         versions["cpu_operators"] = str(cpu_operators.VERSION)
-    made = provenance(
+    built_from = provenance(
         "specbuild engine",
         str(options.checkpoint_dir),
         versions,
@@ -114,7 +114,7 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
         },
         inputs=_inputs(checkpoint),
     )
-    return EnginePlan(options, checkpoint, build, backend, device, compiler, reason, notes, made)
+    return EnginePlan(options, checkpoint, build, backend, device, compiler, reason, notes, built_from)
 
 
 def _check_ranks(options: EngineOptions, checkpoint: CheckpointConfig, device: str) -> None:

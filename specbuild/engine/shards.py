@@ -15,25 +15,27 @@ from specrun.engine_dir.config import GRAPH_NAME, PLAN_NAME, engine_files
 
 def compile_ranks(plan: EnginePlan, work: Path, advance: Advance) -> Compiled:
     """Compile what each rank computes, into ``work``. Raises SpecError."""
-    ranks, made = plan.build.tp_size, list[Compiled]()
+    ranks, compiled_ranks = plan.build.tp_size, list[Compiled]()
     for rank in range(ranks):
-        own, output = work / f"rank{rank}.checkpoint", work / f"rank{rank}"
-        own.mkdir()
+        rank_dir, output = work / f"rank{rank}.checkpoint", work / f"rank{rank}"
+        rank_dir.mkdir()
         output.mkdir()
         model = plan.shard(rank)
         caches = caches_of(model)
-        graphs.save(model, own / GRAPH_NAME)
+        graphs.save(model, rank_dir / GRAPH_NAME)
         graph = plan.checkpoint.graph.model_copy(update={"caches": caches})
-        made.append(plan.compiler(own, graph, plan.build, output, lambda part: advance(part / ranks)))
-        shutil.rmtree(own)
+        compiled_ranks.append(plan.compiler(rank_dir, graph, plan.build, output, lambda part: advance(part / ranks)))
+        shutil.rmtree(rank_dir)
         if (output / PLAN_NAME).exists():
             (output / PLAN_NAME).replace(work / f"rank{rank}.engine")
             output.rmdir()
-    first, caches = made[0], plan.checkpoint.graph.caches
+    first, caches = compiled_ranks[0], plan.checkpoint.graph.caches
     if bits := first.graph.value_bits:
         caches = packed_caches(caches, bits)
-    graph = first.graph.model_copy(update={"caches": caches, "ranks": [compiled.graph.caches for compiled in made]})
+    graph = first.graph.model_copy(
+        update={"caches": caches, "ranks": [compiled.graph.caches for compiled in compiled_ranks]}
+    )
     files = engine_files(first.backend.name, ranks)
     if first.backend.name == "onnxruntime":
-        files = [f"rank{rank}/{name}" for rank, compiled in enumerate(made) for name in compiled.files]
+        files = [f"rank{rank}/{name}" for rank, compiled in enumerate(compiled_ranks) for name in compiled.files]
     return Compiled(first.backend, graph, first.io, files, first.notes)

@@ -27,7 +27,7 @@ def run_side_by_side(
     advance: Advance,
     load: Callable[[], object] = lambda: None,
 ) -> list[Result]:
-    """``function`` of every item, ``workers`` at a time; ``advance`` is told of each that is done.
+    """``function`` of every item, ``workers`` at a time; ``advance`` is called for each that is done.
 
     load: called first in every worker, to import what ``function`` needs; an interrupt in the middle of a C++ module's
     import would abort the worker with a traceback. The first exception cancels what has not begun and is raised.

@@ -200,9 +200,9 @@ def contract_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query = scaled(module, query)
-    own = roundings[int(getattr(module, "layer_idx"))] if roundings else None  # noqa: B009 (not in Module)
-    if own:
-        query = _times_factors(query, own[0])
+    factors = roundings[int(getattr(module, "layer_idx"))] if roundings else None  # noqa: B009 (not in Module)
+    if factors:
+        query = _times_factors(query, factors[0])
     if softcap is not None or s_aux is not None or key.shape[-1] != value.shape[-1]:
         output = _plain_attention(query, key, value, attention_mask, scale, softcap, s_aux)
     else:
@@ -214,8 +214,8 @@ def contract_attention(
             shape=(*query.shape[:-1], value.shape[-1]),
             version=24,
         )
-    if own:
-        output = _times_factors(output, own[1])
+    if factors:
+        output = _times_factors(output, factors[1])
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -57,8 +57,10 @@ def complex_rope_swaps(model: nn.Module, files: Sequence[Any]) -> list[Swap]:
 def _same_angles(sample: Any) -> bool:
     positions = torch.tensor([[0, 1, 2], [5, 6, 90]])
     try:
-        own = sample(torch.zeros(2, 3, 1), positions)
-        return own.is_complex() and torch.allclose(torch.view_as_real(own), angles(sample, own, positions), atol=1e-5)
+        freqs = sample(torch.zeros(2, 3, 1), positions)
+        return freqs.is_complex() and torch.allclose(
+            torch.view_as_real(freqs), angles(sample, freqs, positions), atol=1e-5
+        )
     except (TypeError, RuntimeError, AttributeError):
         return False
 
@@ -71,10 +73,10 @@ def _same_rotation(original: Callable[..., Any], heads_at: int) -> bool:
         xq, xk = xq.transpose(1, 2), xk.transpose(1, 2)
     freqs = torch.stack([torch.cos(turns), torch.sin(turns)], dim=-1)
     try:
-        own = original(xq, xk, torch.view_as_complex(freqs))
+        expected = original(xq, xk, torch.view_as_complex(freqs))
     except RuntimeError:  # Heads stand elsewhere.
         return False
     return all(
         a.shape == b.shape and torch.allclose(a, b, atol=1e-5)
-        for a, b in zip(own, rotate(heads_at, xq, xk, freqs), strict=True)
+        for a, b in zip(expected, rotate(heads_at, xq, xk, freqs), strict=True)
     )

@@ -97,8 +97,8 @@ def _rewrite_copy(node: fx.Node, part: fx.Node, source: fx.Node) -> None:
         _replace_later_uses(whole, node)
 
 
-def _input(node: fx.Node, place: int = 0) -> fx.Node:
-    return cast("fx.Node", node.args[place])
+def _input(node: fx.Node, index: int = 0) -> fx.Node:
+    return cast("fx.Node", node.args[index])
 
 
 def _has_one_float_type(node: fx.Node) -> bool:
@@ -135,12 +135,12 @@ def _was_read_before(node: fx.Node, other: fx.Node) -> bool:
     return other <= node and all(_was_read_before(node, user) for user in other.users)
 
 
-def _are_apart(one: fx.Node, other: fx.Node) -> bool:
+def _are_apart(node: fx.Node, other: fx.Node) -> bool:
     """Whether two views of a tensor are of different places along one of its dimensions."""
-    if not (one.target is other.target is _aten.select.int) or one.args[:2] != other.args[:2]:
+    if not (node.target is other.target is _aten.select.int) or node.args[:2] != other.args[:2]:
         return False
-    place, another = one.args[2], other.args[2]
-    return isinstance(place, int) and isinstance(another, int) and place != another and min(place, another) >= 0
+    first, second = node.args[2], other.args[2]
+    return isinstance(first, int) and isinstance(second, int) and first != second and min(first, second) >= 0
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -90,11 +90,11 @@ def describe_features(head: Head, layers: tuple[int, ...], target: Weights, of: 
 
     target: its weight files, of which the vectors count: every trained model has its own norms.
     """
-    own = {name: head.tensors[name] for name in head.fused_names(len(layers))}
-    epsilon = head.epsilon if len(own) > 1 else 0.0  # Those beside ``fc`` are norms.
+    fusion = {name: head.tensors[name] for name in head.fused_names(len(layers))}
+    epsilon = head.epsilon if len(fusion) > 1 else 0.0  # Those beside ``fc`` are norms.
     digest = hashlib.sha256(json.dumps([layers, epsilon, head.hidden_size]).encode())
     vectors = {name: StoredTensor(entry) for name, entry in sorted(target.entries.items()) if len(entry.shape) == 1}
-    for name, tensor in {**own, **vectors}.items():
+    for name, tensor in {**fusion, **vectors}.items():
         digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
         for part in parts(tensor.shape, tensor.dtype.itemsize):
             digest.update(tensor.read(part, tensor.dtype).contiguous().view(torch.uint8).numpy().tobytes())

@@ -108,8 +108,8 @@ def _without_numbers(
 
     def load_without_numbers(model: Any, state_dict: object, load_config: Any, **others: Any) -> Any:
         mapping = deepcopy(load_config.weight_mapping or [])  # They remember what they have seen.
-        own = adapter.add_to(model, mapping, stored) if adapter else stored
-        stacked = stack_numbered(model, mapping, own)
+        tensors = adapter.add_to(model, mapping, stored) if adapter else stored
+        stacked = stack_numbered(model, mapping, tensors)
         origins.update(find_origins(model, mapping, stacked))
         numberless = {name: _Numberless(tensor) for name, tensor in stacked.items()}
         info, index = load(model=model, state_dict=numberless, load_config=load_config, **others)
@@ -132,10 +132,10 @@ def _weights(model: PreTrainedModel, origins: dict[str, Reader], directory: Path
 def _tie_equal(model: PreTrainedModel, weights: dict[str, Weight]) -> None:
     """Tie what is stored twice and is equal. transformers does so too, but here it could not compare numbers."""
     for target, source in model.all_tied_weights_keys.items():
-        one, other = weights.get(target), weights.get(source)
-        if one is None or other is None or one is other or one.shape != other.shape:
+        weight, other = weights.get(target), weights.get(source)
+        if weight is None or other is None or weight is other or weight.shape != other.shape:
             continue
-        if all(torch.equal(one[index], other[index]) for index in parts(one.shape, one.dtype.itemsize)):
+        if all(torch.equal(weight[index], other[index]) for index in parts(weight.shape, weight.dtype.itemsize)):
             owner, _, name = target.rpartition(".")
             setattr(model.get_submodule(owner), name, model.get_parameter(source))
             weights[target] = other
@@ -143,14 +143,14 @@ def _tie_equal(model: PreTrainedModel, weights: dict[str, Weight]) -> None:
 
 def _take_real_values(model: PreTrainedModel, weights: dict[str, Weight]) -> None:
     """Vectors and buffers are read. Matrices become zeros without memory, each with an address of its own."""
-    made: dict[int, nn.Parameter] = {}
+    placeholders: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():
             if parameter is not None and (weight := weights.get(prefix + name)):
-                if id(weight) not in made:
-                    made[id(weight)] = placeholder(weight)
-                module._parameters[name] = made[id(weight)]
+                if id(weight) not in placeholders:
+                    placeholders[id(weight)] = placeholder(weight)
+                module._parameters[name] = placeholders[id(weight)]
         for name in module._buffers:
             if weight := weights.get(prefix + name):
                 module._buffers[name] = weight[...]

@@ -227,7 +227,9 @@ SWAPS: dict[str, Callable[..., Any]] = {
 @contextmanager
 def recurrent_functions(files: Sequence[Any]) -> Iterator[None]:
     """While active, the modelling ``files`` call the functions above in place of their own."""
-    with swapped(*((file, name, own) for file in files for name, own in SWAPS.items() if hasattr(file, name))):
+    with swapped(
+        *((file, name, replacement) for file in files for name, replacement in SWAPS.items() if hasattr(file, name))
+    ):
         try:
             yield
         finally:

@@ -101,7 +101,7 @@ def far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int) -> 
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}  # Of the whole model, or of each type of layers.
-    ropes = [rope] if "rope_type" in rope else [own for own in rope.values() if isinstance(own, dict)]
+    ropes = [rope] if "rope_type" in rope else [section for section in rope.values() if isinstance(section, dict)]
     windows = {getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
     switches = {rope.get("original_max_position_embeddings") for rope in ropes if rope.get("rope_type") == "longrope"}
     reached = [n for n in windows | switches if isinstance(n, int) and 0 < n <= max_seq_len - _FAR_TOKENS - 2]
@@ -163,10 +163,10 @@ class _MadeUpLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """Keys and values with new ones behind them; the new ones are not kept."""
         names = past_names(self.info.layers)[2 * self.layer : 2 * self.layer + 2]
-        made = (made_up_cache(self.info, self.reference, name, self.reference.start) for name in names)
+        caches = (made_up_cache(self.info, self.reference, name, self.reference.start) for name in names)
         return tuple(
             torch.cat([torch.from_numpy(past), new], dim=-2)
-            for past, new in zip(made, (key_states, value_states), strict=True)
+            for past, new in zip(caches, (key_states, value_states), strict=True)
         )
 
 

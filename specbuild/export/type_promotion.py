@@ -50,7 +50,7 @@ def _is_converted(node: fx.Node, rule: Any, type_of: _TypeOfNumber) -> bool:
     args: Any = fx.map_arg(node.args, lambda value: value.meta["val"])
     kwargs: Any = fx.map_arg(node.kwargs, lambda value: value.meta["val"])
     wanted = rule.preview_type_promotion(args, kwargs)
-    inputs = [(args[place], dtype) for place, dtype in wanted.args_dtypes.items()]
+    inputs = [(args[index], dtype) for index, dtype in wanted.args_dtypes.items()]
     inputs += [(kwargs[name], dtype) for name, dtype in wanted.kwargs_dtypes.items()]
     return not all(dtype is None or _has_type(value, dtype, type_of) for value, dtype in inputs)
 

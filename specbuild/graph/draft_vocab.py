@@ -61,13 +61,13 @@ def _narrow(graph: ir.Graph, value: ir.Value, tokens: Tokens, vocab_size: int) -
     if node is None or node.op_type not in _ELEMENTWISE:
         what = "an input" if node is None else node.op_type
         raise UnsupportedModelError(f"--draft_vocab_size: the logits come from {what}, not from one product")
-    for place, given in enumerate(node.inputs):
+    for index, given in enumerate(node.inputs):
         if given is None:
             continue
         if given.producer() is not None:
             _narrow(graph, given, tokens, vocab_size)
         elif given.shape is not None and len(given.shape) and given.shape[-1] == vocab_size:
-            node.replace_input_with(place, _chosen(graph, given, tokens, vocab_size, len(given.shape) - 1))
+            node.replace_input_with(index, _chosen(graph, given, tokens, vocab_size, len(given.shape) - 1))
 
 
 def _chosen(graph: ir.Graph, value: ir.Value, tokens: Tokens, vocab_size: int, axis: int) -> ir.Value:
@@ -78,11 +78,11 @@ def _chosen(graph: ir.Graph, value: ir.Value, tokens: Tokens, vocab_size: int, a
     if node.op_type not in ("Cast", "DequantizeLinear", "Transpose"):
         raise UnsupportedModelError(f"--draft_vocab_size: the head's weight comes from {node.op_type}")
     axis = 1 - axis if node.op_type == "Transpose" else axis
-    inputs = [None if one is None else _chosen(graph, one, tokens, vocab_size, axis) for one in node.inputs]
-    own = ir.node(node.op_type, inputs, dict(node.attributes), name=f"{node.name}.drafted")
-    own.outputs[0].name, own.outputs[0].type = own.name, node.outputs[0].type
-    graph.insert_after(node, own)
-    return own.outputs[0]
+    inputs = [None if operand is None else _chosen(graph, operand, tokens, vocab_size, axis) for operand in node.inputs]
+    narrowed = ir.node(node.op_type, inputs, dict(node.attributes), name=f"{node.name}.drafted")
+    narrowed.outputs[0].name, narrowed.outputs[0].type = narrowed.name, node.outputs[0].type
+    graph.insert_after(node, narrowed)
+    return narrowed.outputs[0]
 
 
 def _chosen_constant(graph: ir.Graph, value: ir.Value, tokens: Tokens, vocab_size: int, axis: int) -> ir.Value:

@@ -69,8 +69,8 @@ def drop_cache_factors(model: ir.Model) -> None:
             divided = _factors(scatter.inputs[1], "Div") if scatter is not None else None
             if scaled is None or divided is None:
                 continue
-            (product, by), (quotient, own) = scaled, divided
-            if (by != own.repeat(len(by) // len(own), axis=0)).any():
+            (product, by), (quotient, divisor) = scaled, divided
+            if (by != divisor.repeat(len(by) // len(divisor), axis=0)).any():
                 raise ValueError(f"{product.name}: other factors than {quotient.name}")
             for redundant in (product, quotient):
                 _bypass(model, redundant)
@@ -151,10 +151,10 @@ def _longer(graph: ir.Graph, mask: ir.Value, before: ir.Node, cache_length: int,
     nodes: list[ir.Node] = []
 
     def add(op_type: str, kind: ir.DataType, *inputs: ir.Value, **attributes: int) -> ir.Value:
-        made = ir.node(op_type, inputs, attributes, name=f"{name}.{len(nodes)}")
-        made.outputs[0].name, made.outputs[0].type = made.name, ir.TensorType(kind)
-        nodes.append(made)
-        return made.outputs[0]
+        node = ir.node(op_type, inputs, attributes, name=f"{name}.{len(nodes)}")
+        node.outputs[0].name, node.outputs[0].type = node.name, ir.TensorType(kind)
+        nodes.append(node)
+        return node.outputs[0]
 
     def constant(role: str, numbers: npt.ArrayLike) -> ir.Value:
         return graphs.constant(graph, f"kv_cache.{role}", np.asarray(numbers, np.int64))

@@ -75,8 +75,8 @@ def add_offsets(graph: ir.Graph, product: ir.Node, offsets: ir.Value, inputs: in
     shift = ir.node("MatMul", [sums.outputs[0], offsets], name=f"{name}.shift")
     total = ir.node("Add", [y, shift.outputs[0]], name=f"{name}.total")
     whole, later = total.outputs[0], [use for use in y.uses() if use.node is not total]
-    for made in (sums, shift, total):
-        made.outputs[0].name, made.outputs[0].type = made.name, ir.TensorType(dtype)
+    for new_node in (sums, shift, total):
+        new_node.outputs[0].name, new_node.outputs[0].type = new_node.name, ir.TensorType(dtype)
     graph.insert_after(product, [sums, shift, total])
     for use in later:
         use.node.replace_input_with(use.idx, whole)

@@ -36,14 +36,14 @@ def cut(model: ir.Model, most_bytes: int) -> Iterator[Piece]:
     later: set[str] = set()
     behind = [later := later | (need - weights.keys()) for need in reversed([*needs[1:], set()])][::-1]
     for number, nodes in enumerate(pieces):
-        made = {name for node in nodes for name in node.output if name}
-        inputs = sorted(needs[number] - made - weights.keys())
-        outputs = sorted(made & (behind[number] | results))
-        own = onnx.GraphProto(name=f"piece {number}", node=nodes)
-        own.initializer.extend(weights[name] for name in sorted(needs[number] & weights.keys()))
-        own.input.extend(types[name] for name in inputs)
-        own.output.extend(types[name] for name in outputs)
-        proto = onnx.ModelProto(ir_version=whole.ir_version, opset_import=whole.opset_import, graph=own)
+        produced = {name for node in nodes for name in node.output if name}
+        inputs = sorted(needs[number] - produced - weights.keys())
+        outputs = sorted(produced & (behind[number] | results))
+        piece = onnx.GraphProto(name=f"piece {number}", node=nodes)
+        piece.initializer.extend(weights[name] for name in sorted(needs[number] & weights.keys()))
+        piece.input.extend(types[name] for name in inputs)
+        piece.output.extend(types[name] for name in outputs)
+        proto = onnx.ModelProto(ir_version=whole.ir_version, opset_import=whole.opset_import, graph=piece)
         yield Piece(proto, inputs, outputs, behind[number])
 
 
@@ -119,8 +119,8 @@ def _by_row(x: ir.Value | None, slices: Iterable[_Slice]) -> list[ir.Node]:
     nodes: list[ir.Node] = []
     total: ir.Value | None = None
     for first, last, dequantize, part in slices:
-        own = _range_of(x, first, last, axis=-1)
-        nodes += [*own, *dequantize, ir.node("MatMul", [own[-1].outputs[0], part])]
+        range_nodes = _range_of(x, first, last, axis=-1)
+        nodes += [*range_nodes, *dequantize, ir.node("MatMul", [range_nodes[-1].outputs[0], part])]
         if total is not None:
             nodes.append(ir.node("Add", [total, nodes[-1].outputs[0]]))
         total = nodes[-1].outputs[0]

@@ -135,8 +135,8 @@ def write_out_gemms(model: ir.Model) -> None:
         nodes.append(ir.node("MatMul", [x, weight], name=f"{node.name}.product"))
         if bias is not None:
             nodes.append(ir.node("Add", [nodes[-1].outputs[0], bias], name=f"{node.name}.sum"))
-        for made in nodes:
-            made.outputs[0].name, made.outputs[0].type = made.name, node.outputs[0].type
+        for new_node in nodes:
+            new_node.outputs[0].name, new_node.outputs[0].type = new_node.name, node.outputs[0].type
         ir.convenience.replace_nodes_and_values(model.graph, node, [node], nodes, node.outputs, [nodes[-1].outputs[0]])
 
 

@@ -48,17 +48,17 @@ class StoredPart(NamedTuple):
             if self.expert is not None:
                 attributes.pop("axis", None)
         else:
-            tensor = scales[0] if (own := scales[0].producer()) is None else own.inputs[0]
+            tensor = scales[0] if (producer := scales[0].producer()) is None else producer.inputs[0]
             assert tensor is not None and tensor.const_value is not None
-            one = int(tensor.const_value.shape.numpy()[-2]) == 1
+            is_row = int(tensor.const_value.shape.numpy()[-2]) == 1
             groups = self._replace(first=self.first // block, last=-(-self.last // block))
-            inputs += [groups.of(scale, nodes, row=one) for scale in scales]
-            attributes["axis"] = ir.AttrInt64("axis", 1 if one else 0)
-            if one:  # A scale for each channel.
+            inputs += [groups.of(scale, nodes, row=is_row) for scale in scales]
+            attributes["axis"] = ir.AttrInt64("axis", 1 if is_row else 0)
+            if is_row:  # A scale for each channel.
                 del attributes["block_size"]
-        made = ir.Node(node.domain, node.op_type, inputs, list(attributes.values()), num_outputs=1)
-        nodes.append(made)
-        return made.outputs[0]
+        sliced = ir.Node(node.domain, node.op_type, inputs, list(attributes.values()), num_outputs=1)
+        nodes.append(sliced)
+        return sliced.outputs[0]
 
     def _stored(self, value: ir.Value, row: bool) -> ir.Value:
         assert value.const_value is not None

@@ -60,7 +60,7 @@ _RENAMED = {
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashHead(LayerHead):
-    """See ``LayerHead``. DSpark's parts have DeepSpec's names: ``MARKOV``, ``confidence_head.proj.weight``."""
+    """A DFlash or DSpark head. DSpark's parts have DeepSpec's names: ``MARKOV``, ``confidence_head.proj.weight``."""
 
     block_size: int
     """Tokens of a block in training: the last committed one, and masks."""
@@ -111,7 +111,7 @@ def read_dflash(directory: Path, data: Mapping[str, Any], allow_pickle: bool) ->
     is_dspark = _is_dspark(path, data, nested)
     stored, nbytes = read_tensors(directory, dict(data), allow_pickle)
     tensors = {_renamed(name): tensor for name, tensor in stored.items()}
-    described = read_layer(path, data, {name: one for name, one in layer.items() if name != _NESTED}, len(tensors))
+    described = read_layer(path, data, {name: value for name, value in layer.items() if name != _NESTED}, len(tensors))
     rank = fields.get("markov_rank") or 0
     rank = whole(path, fields, "markov_rank") if rank else 0
     with_markov = rank and fields.get("confidence_head_with_markov", True)
@@ -152,7 +152,7 @@ def _require_plain_attention(path: Path, fields: Mapping[str, Any]) -> None:
     if (mode := fields.get("attention_mode")) not in (None, "gqa", "mha"):
         raise UnsupportedModelError(f"{path}: attention_mode {mode!r}: specbuild reads heads with gqa and mha only")
     types = fields.get("layer_types") or []
-    if other := [one for one in types if one != "full_attention"] if isinstance(types, list) else [types]:
+    if other := [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else [types]:
         raise UnsupportedModelError(f"{path}: layer_types {other[0]!r}: specbuild reads heads with full_attention only")
 
 
@@ -174,7 +174,7 @@ def _mask(path: Path, fields: Mapping[str, Any], vocab_size: int) -> int:
 
 def _renamed(name: str) -> str:
     name = name.removeprefix("logit_head.")  # SpecForge's first files.
-    for begin, own in _RENAMED.items():
+    for begin, prefix in _RENAMED.items():
         if name.startswith(begin):
-            return own + name.removeprefix(begin)
+            return prefix + name.removeprefix(begin)
     return name

@@ -127,7 +127,7 @@ class LayerHead(Head):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleHead(LayerHead):
-    """See ``LayerHead``."""
+    """An EAGLE-3 head: a layer that reads its target's fused features."""
 
     norm_before_residual: bool
     norm_before_fc: bool
@@ -164,7 +164,7 @@ def read_eagle(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> 
     layer = mapping(path, data, "transformer_layer_config") or data
     require_values(path, {**layer, **flags}, _FIXED)
     fields = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    own: dict[str, Any] = {name: flag(path, flags, name) for name in fields}
+    set_flags: dict[str, Any] = {name: flag(path, flags, name) for name in fields}
     return EagleHead(
         directory=directory,
         kind=kind,
@@ -172,7 +172,7 @@ def read_eagle(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> 
         tensors=tensors,
         nbytes=nbytes,
         **read_layer(path, data, layer, len(tensors)),
-        **own,
+        **set_flags,
     )
 
 
@@ -303,6 +303,6 @@ def _aux_layers(path: Path, data: Mapping[str, Any], eagle: Mapping[str, Any]) -
 
 def layer_ids(path: Path, name: str, ids: Any, shift: int) -> tuple[int, ...]:
     """The field ``name``, each id with ``shift`` added. Raises CheckpointError."""
-    if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+    if not isinstance(ids, list) or not ids or not all(type(layer) is int for layer in ids):
         raise CheckpointError(f"{path}: {name} {ids!r}: expected a list of layer ids")
-    return tuple(one + shift for one in ids)
+    return tuple(layer + shift for layer in ids)

@@ -31,7 +31,7 @@ _COMPARED_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaHead(Head):
-    """See ``Head``. Tensors have FasterDecoding's names: ``{head}.{layer}.linear.weight``, ``{head}.{layers}.weight``.
+    """Medusa heads. Tensors have FasterDecoding's names: ``{head}.{layer}.linear.weight``, ``{head}.{layers}.weight``.
 
     ``num_layers``: residual blocks of each of its heads.
     """
@@ -47,12 +47,12 @@ class MedusaHead(Head):
         from specbuild.weights.lazy_tensors import StoredTensor
 
         for name in sorted(self.base.keys() & weights.entries.keys()):
-            own, other = self.base[name], StoredTensor(weights.entries[name])
-            narrower = min(own.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
-            rows = (slice(_COMPARED_ROWS), *[slice(None)] * (len(own.shape) - 1))
+            stored, other = self.base[name], StoredTensor(weights.entries[name])
+            narrower = min(stored.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+            rows = (slice(_COMPARED_ROWS), *[slice(None)] * (len(stored.shape) - 1))
             if (
-                own.shape != other.shape
-                or (own.read(rows, narrower).float() != other.read(rows, narrower).float()).any()
+                stored.shape != other.shape
+                or (stored.read(rows, narrower).float() != other.read(rows, narrower).float()).any()
             ):
                 raise CheckpointError(
                     f"{self.directory}: its {name} is not that of {target}: these heads were trained together with the "
@@ -68,9 +68,9 @@ def is_medusa(config: Mapping[str, Any]) -> bool:
 def read_medusa(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> MedusaHead:
     """Read a head's configuration ``data`` and its weight files' headers. See ``read_head``."""
     path = directory / CONFIG_NAME
-    own = mapping(path, data, "medusa")
-    names = ("num_medusa_heads", "num_medusa_layers") if own else ("medusa_num_heads", "medusa_num_layers")
-    claimed, num_layers = (whole(path, {names[1]: 1, **(own or data)}, name) for name in names)
+    section = mapping(path, data, "medusa")
+    names = ("num_medusa_heads", "num_medusa_layers") if section else ("medusa_num_heads", "medusa_num_layers")
+    claimed, num_layers = (whole(path, {names[1]: 1, **(section or data)}, name) for name in names)
     stored, nbytes = _read_tensors(directory, allow_pickle)
     matches = {name: _NAME.fullmatch(name) for name in stored}
     tensors = {match[1]: stored[name] for name, match in matches.items() if match}

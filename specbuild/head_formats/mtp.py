@@ -32,7 +32,7 @@ _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class MtpHead(Head):
-    """See ``Head``. Tensors have the names of the files."""
+    """A checkpoint's multi-token prediction layer. Tensors have the names of the files."""
 
     model_type: str
     """Model type of the target that it was published with."""
@@ -90,8 +90,8 @@ def read_mtp(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> Mt
         raise UnsupportedModelError(f"{path}: {field} {count}: one multi-token prediction layer is read, not several")
     prefix = "mtp." if model_type in _APART else f"model.layers.{whole(path, data, 'num_hidden_layers')}."
     stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(directory).entries.items()}
-    own = [one for name, one in stored.items() if name.startswith(prefix)]
-    if not own:
+    tensors = [tensor for name, tensor in stored.items() if name.startswith(prefix)]
+    if not tensors:
         raise CheckpointError(
             f"{directory}: {field} is {count}, and the weight files have no tensors {prefix}*: this copy of the model "
             "came without its multi-token prediction layer"
@@ -109,6 +109,6 @@ def read_mtp(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> Mt
             for name, reader in readers.items()
             if name.startswith(prefix) and name.removeprefix(prefix) not in _SHARED and "rotary_emb" not in name
         },
-        nbytes=sum(math.prod(one.shape) * one.dtype.itemsize for one in own),
+        nbytes=sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors),
         num_layers=1,
     )

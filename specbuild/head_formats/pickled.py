@@ -48,6 +48,6 @@ def read_pickle(path: Path, allowed: bool) -> dict[str, Reader]:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, OSError, EOFError) as error:
         raise CheckpointError(f"{path}: torch does not read it as plain tensors ({first_line(error)})") from error
-    if not isinstance(loaded, dict) or not all(isinstance(one, torch.Tensor) for one in loaded.values()):
+    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
         raise CheckpointError(f"{path}: holds something else than named tensors")
     return {str(name): LoadedTensor(tensor) for name, tensor in loaded.items()}

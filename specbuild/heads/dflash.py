@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
 
 class DFlash(LayerModule):
-    """See above."""
+    """The layers of a DFlash or DSpark head, which drafts a block of tokens in one pass."""
 
     head: DFlashHead
 
@@ -100,8 +100,8 @@ class DFlash(LayerModule):
             query, own_key, own_value = _heads(layer.self_attn, x, in_block)
             _, key, value = _heads(layer.self_attn, context, everywhere)
             key, value = (
-                torch.where((places < anchors)[:, None, :, None], before, _at(own, within))
-                for before, own in ((key, own_key), (value, own_value))
+                torch.where((places < anchors)[:, None, :, None], before, _at(current, within))
+                for before, current in ((key, own_key), (value, own_value))
             )
             if cache is not None:
                 key, value = cache.update(key, value, layer.self_attn.layer_idx)
@@ -188,9 +188,9 @@ def _heads(attention: Any, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Te
     return query, key, value.transpose(1, 2)
 
 
-def _at(own: Tensor, places: Tensor) -> Tensor:
-    """``own`` [B, heads, N, D] at ``places`` [B, S] -> [B, heads, S, D]."""
-    return own.gather(2, places[:, None, :, None].expand(-1, own.shape[1], -1, own.shape[3]))
+def _at(values: Tensor, places: Tensor) -> Tensor:
+    """``values`` [B, heads, N, D] at ``places`` [B, S] -> [B, heads, S, D]."""
+    return values.gather(2, places[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3]))
 
 
 def _attend(attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

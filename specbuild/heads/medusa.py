@@ -79,14 +79,14 @@ class Medusa(GraphModule, nn.ModuleList):
         self, input_ids: Tensor, write_indices: Tensor, logits_indices: Tensor, past: list[Tensor]
     ) -> tuple[Tensor, ...]:
         (features,), (batch, wanted) = past, logits_indices.shape
-        place = (write_indices + logits_indices[:, 0] - 1).clamp(min=0)
+        position = (write_indices + logits_indices[:, 0] - 1).clamp(min=0)
         # Tokens mean nothing here, and none is negative. But TensorRT drops an input whose values are not used.
-        place = torch.where(input_ids[:, 0] < 0, 0, place)
-        states = gather_features(features, place[:, None].expand(-1, wanted))
+        position = torch.where(input_ids[:, 0] < 0, 0, position)
+        states = gather_features(features, position[:, None].expand(-1, wanted))
         logits = [head(_slot(states, number)).float() for number, head in enumerate(self)]
         shape = (batch, wanted, self.vocab_size)
         drafted = symbolic("Concat", tuple(logits), {"axis": 1}, dtype=torch.float32, shape=shape, version=13)
-        return drafted, scatter(features, states[:, :1][:, None], place)
+        return drafted, scatter(features, states[:, :1][:, None], position)
 
 
 def _slot(states: Tensor, number: int) -> Tensor:

@@ -120,9 +120,9 @@ class ChainModule(GraphModule):
         wanted = gather_logits_positions(y, logits_indices.clamp(min=0))
         first = logits_indices[:, 0]
         # No later token reads the feature of the last position, so that is where unwanted ones go.
-        place = torch.where(first < 0, length - 1, write_indices + first)
-        own = scatter(features, self.feature(wanted[:, :1])[:, None], place)
-        return (self.logits(wanted), *cache.present(), own)
+        position = torch.where(first < 0, length - 1, write_indices + first)
+        feature_output = scatter(features, self.feature(wanted[:, :1])[:, None], position)
+        return (self.logits(wanted), *cache.present(), feature_output)
 
 
 class LayerModule(GraphModule):

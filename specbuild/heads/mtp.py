@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Mtp(ChainModule):
-    """See above."""
+    """The multi-token prediction layer of a checkpoint, as a chain of draft steps."""
 
     head: MtpHead
 
@@ -54,11 +54,11 @@ class Mtp(ChainModule):
             config: Any = owner.config.get_text_config(decoder=True)
             config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
         with torch.device("meta"):
-            made: Any = MtpModel(owner, 1)
+            model: Any = MtpModel(owner, 1)
             self.embed_tokens = nn.Embedding(vocab_size, head.hidden_size)
             self.lm_head = nn.Linear(head.hidden_size, vocab_size, bias=False)
-        self.config, self.layers, self.rotary = made.config, made.layers, made.rotary_emb
-        self.head = replace(head, tensors=_find_tensors(head, made, made.get_weight_conversions(owner)))
+        self.config, self.layers, self.rotary = model.config, model.layers, model.rotary_emb
+        self.head = replace(head, tensors=_find_tensors(head, model, model.get_weight_conversions(owner)))
         buffers = self._take_buffers()
         self.weights = load_parameters(self, self.head, self.dtype, shared, buffers.__contains__)
         self._caches = model_memory(owner).caches[-2:]
@@ -105,8 +105,10 @@ def _find_tensors(head: MtpHead, model: MtpModel, mapping: list[Any]) -> dict[st
     """Tensors by the names of ``model``, to which ``mapping`` leads. Raises UnsupportedModelError where one is left."""
     stored = stack_numbered(model, mapping, dict(head.tensors))
     origins = find_origins(model, deepcopy(mapping), stored)
-    sources = [one.conversion.sources if isinstance(one, Converted) else [("", one)] for one in origins.values()]
-    used = {id(reader) for own in sources for _, reader in own}
+    sources = [
+        origin.conversion.sources if isinstance(origin, Converted) else [("", origin)] for origin in origins.values()
+    ]
+    used = {id(reader) for pairs in sources for _, reader in pairs}
     if unused := [name for name, reader in stored.items() if id(reader) not in used]:
         raise UnsupportedModelError(
             f"{head.directory}: the tensor {unused[0]} is not part of a multi-token prediction layer of "

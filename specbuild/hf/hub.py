@@ -124,7 +124,7 @@ def open_repository(model: str, revision: str | None = None, code: bool = False)
     if not sys.stderr.isatty():
         disable_progress_bars()
     with explained(model, revision):
-        # One commit for all that follows, even if somebody pushes meanwhile.
+        # One commit for all that follows, even if the repository changes meanwhile.
         commit = resolve_revision(model, revision=revision, local_files_only=is_offline_mode())
         patterns = [*_SMALL, "*.py"] if code else [*_SMALL]
         directory = Path(snapshot_download(model, revision=commit, allow_patterns=patterns, ignore_patterns=["*/*"]))

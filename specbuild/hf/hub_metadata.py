@@ -37,8 +37,8 @@ def described(model: str, revision: str | None, option: str, code: bool = False)
     if (directory := local_directory(model, option)) is not None:
         yield directory, 0
         return
-    with without_weights(open_repository(model, revision, code)) as found:
-        yield found
+    with without_weights(open_repository(model, revision, code)) as repository:
+        yield repository
 
 
 @contextmanager

@@ -65,8 +65,11 @@ def text_tensors(directory: Path, inside: PreTrainedConfig, stored: dict[str, Re
     origins = find_origins(whole, get_model_conversion_mapping(whole), stored)
     names = {id(module): name for name, module in whole.named_modules()}
     decoder, head = (names[id(module)] for module in (whole.get_decoder(), whole.get_output_embeddings()))
-    own = {id(module): name for name, module in alone.named_modules()}
-    prefixes = {f"{decoder}.": f"{alone.base_model_prefix}.", f"{head}.": f"{own[id(alone.get_output_embeddings())]}."}
+    module_names = {id(module): name for name, module in alone.named_modules()}
+    prefixes = {
+        f"{decoder}.": f"{alone.base_model_prefix}.",
+        f"{head}.": f"{module_names[id(alone.get_output_embeddings())]}.",
+    }
     return {
         new + name.removeprefix(old): tensor
         for old, new in prefixes.items()

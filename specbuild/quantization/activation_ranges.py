@@ -50,21 +50,24 @@ class Amax(NamedTuple):
         experts = {name: _larger(self.experts.get(name, {}), other.experts.get(name, {})) for name in names}
         cache = [np.maximum(*pair) for pair in zip(self.cache, other.cache, strict=True)] if self.cache else other.cache
         squares = dict(self.squares)
-        for name, own in other.squares.items():
-            squares[name] = squares[name] + own if name in squares else own
+        for name, sums in other.squares.items():
+            squares[name] = squares[name] + sums if name in squares else sums
         return Amax(_larger(self.inputs, other.inputs), experts, cache, squares, {**self.norms, **other.norms})
 
     def as_json(self) -> dict[str, Any]:
         """The same in lists, dictionaries and text; numbers come back as they are."""
-        squares = {name: base64.b64encode(own.tobytes()).decode() for name, own in self.squares.items()}
+        squares = {name: base64.b64encode(sums.tobytes()).decode() for name, sums in self.squares.items()}
         return {**self._asdict(), "cache": [values.tolist() for values in self.cache], "squares": squares}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Amax:
         """What ``as_json`` gave; an empty one is that of no text."""
-        experts = {name: {int(number): x for number, x in own.items()} for name, own in data.get("experts", {}).items()}
+        experts = {
+            name: {int(number): x for number, x in stored.items()} for name, stored in data.get("experts", {}).items()
+        }
         squares = {
-            name: np.frombuffer(base64.b64decode(own), np.float32) for name, own in data.get("squares", {}).items()
+            name: np.frombuffer(base64.b64decode(stored), np.float32)
+            for name, stored in data.get("squares", {}).items()
         }
         cache = [np.array(values, np.float32) for values in data.get("cache", [])]
         return cls(data.get("inputs", {}), experts, cache, squares, data.get("norms", {}))
@@ -73,8 +76,8 @@ class Amax(NamedTuple):
 _Key = TypeVar("_Key")
 
 
-def _larger(one: dict[_Key, float], other: dict[_Key, float]) -> dict[_Key, float]:
-    return {key: max(values.get(key, 0.0) for values in (one, other)) for key in {**one, **other}}
+def _larger(first: dict[_Key, float], second: dict[_Key, float]) -> dict[_Key, float]:
+    return {key: max(values.get(key, 0.0) for values in (first, second)) for key in {**first, **second}}
 
 
 def calibrate(
@@ -124,15 +127,15 @@ def _calibrate_batch(
                 if kept:
                     kept.keep(name, x, row, batch.shape[1])
             elif x.numel():
-                own = experts.setdefault(name, {})
-                own[expert] = max(amax, own.get(expert, 0.0))
+                largest = experts.setdefault(name, {})
+                largest[expert] = max(amax, largest.get(expert, 0.0))
         return x
 
     with torch.no_grad(), Float32(see), readers.watched():
         model(input_ids=torch.from_numpy(batch), past_key_values=cache, use_cache=kv_cache, **few)
     if kept:
         kept.forget_last()
-    return Amax(ranges, experts, cache.amax() if cache else [], squares, readers.found())
+    return Amax(ranges, experts, cache.amax() if cache else [], squares, readers.norms())
 
 
 def batches(model: Any, rows: Rows, every_logit: bool) -> Iterator[Rows]:
@@ -148,7 +151,7 @@ def rounding(model: Any, packed: PackedModel) -> SeeInput:
     """Rounds the inputs of a model's linear layers as their formats say."""
     names = parameter_names(model)
     by_name = packed.activations()
-    activations = {own: by_name.get(all_names[0]) for own, all_names in names.items()}
+    activations = {parameter: by_name.get(all_names[0]) for parameter, all_names in names.items()}
 
     def see(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
         activation = activations.get(id(part_of(weight)[0]))

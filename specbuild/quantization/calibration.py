@@ -58,15 +58,15 @@ def equalized(model: Any, weights: dict[str, Weight], amax: Amax, kept: KeptInpu
     factors = equalize(model, weights, amax.norms, amax.squares)
     if kept:
         kept.factors = factors
-    squares = {name: own / factors[name] ** 2 if name in factors else own for name, own in amax.squares.items()}
+    squares = {name: sums / factors[name] ** 2 if name in factors else sums for name, sums in amax.squares.items()}
     return amax._replace(squares=squares)
 
 
 def unreached_experts(packed: PackedModel, amax: Amax) -> dict[str, list[int]]:
     """The numbers of quantized experts that no token of the text has reached, by the names of their modules."""
-    found = {}
+    unreached = {}
     for name, experts in packed.experts.items():
         missing = sorted(set(range(len(experts))) - amax.experts.get(name, {}).keys())
         if missing:
-            found[name.rpartition(".")[0]] = missing
-    return found
+            unreached[name.rpartition(".")[0]] = missing
+    return unreached

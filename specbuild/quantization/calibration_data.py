@@ -84,21 +84,21 @@ def read_texts(options: TextOptions, tokenizer_dir: Path, source: Path | None = 
         )
     tokenizer = load_tokenizer(tokenizer_dir, BuildConfigError)
     begin: list[int] = tokenizer.encode("").ids
-    own = options.length - len(begin)
-    wanted = -(-options.size * HELD_OUT_EVERY // (HELD_OUT_EVERY - 1)) * own
+    length = options.length - len(begin)
+    wanted = -(-options.size * HELD_OUT_EVERY // (HELD_OUT_EVERY - 1)) * length
     ids: list[int] = []
     for text in _builtin(tokenizer_dir) if options.dataset == BUILTIN else _read(Path(options.dataset).expanduser()):
         ids += tokenizer.encode(text, add_special_tokens=False).ids
         if len(ids) >= wanted:
             break
-    count = min(len(ids), wanted) // own
+    count = min(len(ids), wanted) // length
     if count < 2:
         raise BuildConfigError(
             f"--calib_dataset {options.dataset}: {len(ids)} tokens, and at least two rows of --calib_max_seq_length "
             f"{options.length} are needed: one to calibrate with and one to compare on; give more text or a smaller "
             "length"
         )
-    rows = np.array([begin + ids[row * own : (row + 1) * own] for row in range(count)], np.int64)
+    rows = np.array([begin + ids[row * length : (row + 1) * length] for row in range(count)], np.int64)
     held_out = np.arange(count) % HELD_OUT_EVERY == min(HELD_OUT_EVERY, count) - 1
     return Texts(rows[~held_out][: options.size], rows[held_out])
 

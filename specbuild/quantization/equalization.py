@@ -81,7 +81,7 @@ class NormReaders(TorchFunctionMode):
             return None
         return next(iter(self._names.get(id(self._norm_of[id(x)]), [])), None)
 
-    def found(self) -> dict[str, str]:
+    def norms(self) -> dict[str, str]:
         """The norm of each linear layer that reads one, by their weights' names: norms that nothing else reads."""
         only = {name: next(iter(norms)) for name, norms in self._read.items() if len(norms) == 1}
         shared = {norm for norms in self._read.values() if len(norms) > 1 for norm in norms}
@@ -163,9 +163,9 @@ def _replace(model: Any, weights: dict[str, Weight], name: str, reader: Reader) 
     """Let a weight, under all its names, be read by ``reader``."""
     old = weights[name]
     new = replace(old, reader=reader)
-    for own, weight in weights.items():
+    for alias, weight in weights.items():
         if weight is old:
-            weights[own] = new
+            weights[alias] = new
     parameter = model.get_parameter(name)
     if hasattr(parameter, "source"):
         parameter.source = new

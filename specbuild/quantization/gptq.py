@@ -61,9 +61,9 @@ class KeptInputs:
         """Those of one layer; None: the text has not reached it."""
         paths = (self._directory / f"{name}.{row}" for row in range(ROWS))
         files = tuple(os.path.realpath(path) for path in paths if path.exists())
-        own = self.factors.get(name)
+        factors = self.factors.get(name)
         rounded = self._directory / f"{name}.rounded"
-        return LinearInputs(files, None if own is None else tuple(own.tolist()), rounded) if files else None
+        return LinearInputs(files, None if factors is None else tuple(factors.tolist()), rounded) if files else None
 
 
 class LinearInputs(NamedTuple):
@@ -90,18 +90,18 @@ def _feedback(
     files: tuple[str, ...], factors: tuple[float, ...] | None, channels: int, size: int
 ) -> list[tuple[slice, Tensor]]:
     parts = [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
-    found = []
+    feedback_parts = []
     for part in parts:
         width = part.stop - part.start
         hessian = torch.zeros(width, width)
         for file in files:
             values = torch.from_file(file, size=Path(file).stat().st_size // 2, dtype=torch.bfloat16)
-            own = values.reshape(-1, channels)[:, part].float()
+            inputs = values.reshape(-1, channels)[:, part].float()
             if factors is not None:
-                own /= torch.tensor(factors[part])
-            hessian.addmm_(own.T, own)
-        found.append((part, _factor(hessian)))
-    return found
+                inputs /= torch.tensor(factors[part])
+            hessian.addmm_(inputs.T, inputs)
+        feedback_parts.append((part, _factor(hessian)))
+    return feedback_parts
 
 
 def _factor(hessian: Tensor) -> Tensor:
@@ -134,14 +134,14 @@ def round_with_feedback(
             group, errors = left[start:end], torch.empty(block, channels)
             first = part.start + start
             scales, minima = grid.fit(group.T[:, None], squares[None, first : first + block])
-            for all_groups, own in zip(fitted, (scales, minima), strict=True):
-                all_groups[:, first // block] = own[:, 0]
+            for all_groups, group_values in zip(fitted, (scales, minima), strict=True):
+                all_groups[:, first // block] = group_values[:, 0]
             scales, minima = scales[:, 0], minima[:, 0]
-            for place, values in enumerate(group):
-                row = upper[start + place]
+            for index, values in enumerate(group):
+                row = upper[start + index]
                 rounded = ((values - minima) / scales).round_().clamp_(grid.smallest, grid.largest)
-                codes[first + place] = rounded
-                errors[place] = (values - (rounded * scales).add_(minima)) / row[start + place]
-                group[place + 1 :].addr_(row[start + place + 1 : end], errors[place], alpha=-1)
+                codes[first + index] = rounded
+                errors[index] = (values - (rounded * scales).add_(minima)) / row[start + index]
+                group[index + 1 :].addr_(row[start + index + 1 : end], errors[index], alpha=-1)
             left[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1)
     return codes, *fitted

@@ -138,18 +138,18 @@ class _Builder:
         self.nodes: list[ir.Node] = []
 
     def node(self, op_type: str, *inputs: ir.Value, dtype: ir.DataType | None = None, **attributes: Any) -> ir.Value:
-        made = ir.node(op_type, inputs, attributes, name=f"{self.old.name}.{self.name}.{len(self.nodes)}.{op_type}")
-        value = made.outputs[0]
-        value.name, value.dtype = made.name, dtype or self.dtype
-        self.nodes.append(made)
+        new_node = ir.node(op_type, inputs, attributes, name=f"{self.old.name}.{self.name}.{len(self.nodes)}.{op_type}")
+        value = new_node.outputs[0]
+        value.name, value.dtype = new_node.name, dtype or self.dtype
+        self.nodes.append(new_node)
         return value
 
     def dequantized(self, packed: Packed) -> ir.Value:
         """The packed weight behind DequantizeLinear, in the graph's dtype."""
         scales = self._times_units("scale", packed.scales, packed.scale_units, packed.axis)
-        inputs = [self.own("codes", packed.codes), scales]
+        inputs = [self.initializer("codes", packed.codes), scales]
         if packed.zero_points is not None:
-            inputs.append(self.own("zero_points", packed.zero_points))
+            inputs.append(self.initializer("zero_points", packed.zero_points))
         attributes: dict[str, Any] = {"axis": packed.axis}
         if packed.block is not None:
             attributes = {"axis": 1 - packed.axis, "block_size": packed.block}
@@ -175,10 +175,10 @@ class _Builder:
         self, role: str, values: ir.TensorProtocol, units: ir.TensorProtocol | None, axis: int
     ) -> ir.Value:
         """Scales or offsets, which may be codes with units."""
-        stored = self.own(f"{role}s", values)
+        stored = self.initializer(f"{role}s", values)
         if units is None:
             return stored
-        unit, sizes = self.own(f"{role}_units", units), units.shape.numpy()
+        unit, sizes = self.initializer(f"{role}_units", units), units.shape.numpy()
         attributes = {} if len(sizes) == 0 else {"axis": axis}
         if len(sizes) == 2:
             attributes = {"axis": 1 - axis, "block_size": -(-values.shape.numpy()[1 - axis] // sizes[1 - axis])}
@@ -191,27 +191,27 @@ class _Builder:
         groups = [-(-inputs // block), channels]
 
         def stacked(role: str, tensors: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> ir.Value:
-            return self.own(role, Stack(tensors, shape))
+            return self.initializer(role, Stack(tensors, shape))
 
-        scales = stacked("scales", [of_channels(one, one.scales) for one in experts], groups)
-        if units := [one.scale_units for one in experts if one.scale_units is not None]:
+        scales = stacked("scales", [of_channels(expert, expert.scales) for expert in experts], groups)
+        if units := [expert.scale_units for expert in experts if expert.scale_units is not None]:
             unit = stacked("scale_units", units, [])
             scales = self.node("DequantizeLinear", scales, unit, dtype=unit.dtype, axis=0)
-        values = [stacked("codes", [one.codes for one in experts], [inputs, channels]), scales]
-        if zeros := [of_channels(one, one.zero_points) for one in experts if one.zero_points is not None]:
+        values = [stacked("codes", [expert.codes for expert in experts], [inputs, channels]), scales]
+        if zeros := [of_channels(expert, expert.zero_points) for expert in experts if expert.zero_points is not None]:
             values.append(stacked("zero_points", zeros, groups))
         attributes: dict[str, Any] = {"axis": 1, "block_size": block}
         if scales.dtype != self.dtype:
             attributes["output_dtype"] = int(self.dtype)
         return self.node("DequantizeLinear", *values, **attributes)
 
-    def own(self, role: str, tensor: ir.TensorProtocol) -> ir.Value:
+    def initializer(self, role: str, tensor: ir.TensorProtocol) -> ir.Value:
         """An initializer of this weight."""
         return self.tensor(f"{self.name}.{role}", tensor)
 
     def constant(self, role: str, array: Any) -> ir.Value:
         """A constant of this weight: floats in the graph's dtype, integers as they are."""
-        return self.own(role, self._constant(array))
+        return self.initializer(role, self._constant(array))
 
     def tensor(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         """An initializer."""

@@ -58,25 +58,28 @@ def pack_model(
     names = parameter_names(model)
     packed = PackedModel()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | Conv1D | nn.Embedding) or (own := names.get(id(module.weight))) is None:
+        if (
+            not isinstance(module, nn.Linear | Conv1D | nn.Embedding)
+            or (parameters := names.get(id(module.weight))) is None
+        ):
             continue
-        weight = weights[own[0]]
+        weight = weights[parameters[0]]
         if isinstance(module, nn.Embedding):
             if module is embedding and (storage := recipe.embedding(name, weight.shape[1])):
-                packed.tables.update(dict.fromkeys(own, _pack(_Rounding(weight, storage, by_row=True), last)))
+                packed.tables.update(dict.fromkeys(parameters, _pack(_Rounding(weight, storage, by_row=True), last)))
             continue
         rows = _Columns(weight) if isinstance(module, Conv1D) else weight
         if storage := recipe.product(name, rows.shape[1], module is head):
-            storage = _calibrated(storage, name, amax.inputs.get(own[0]) if amax else None)
-            table = packed.tables.get(own[0])
+            storage = _calibrated(storage, name, amax.inputs.get(parameters[0]) if amax else None)
+            table = packed.tables.get(parameters[0])
             if table and (table.codes.dtype, table.block) == (_CODES[storage.form], storage.block):  # They are tied.
-                both = dict.fromkeys(own, replace(table, activation=storage.activation))
+                both = dict.fromkeys(parameters, replace(table, activation=storage.activation))
                 packed.tables.update(both)
                 packed.linears.update(both)
             else:
-                inputs = kept.of(own[0]) if kept else None
-                rounding = _Rounding(rows, storage, _squares(amax, own[0]), inputs)
-                packed.linears.update(dict.fromkeys(own, _pack(rounding, last)))
+                inputs = kept.of(parameters[0]) if kept else None
+                rounding = _Rounding(rows, storage, _squares(amax, parameters[0]), inputs)
+                packed.linears.update(dict.fromkeys(parameters, _pack(rounding, last)))
     for name, module in model.named_modules():
         for parameter in stacked_weights(module):
             stacked, weight = f"{name}.{parameter}", weights[f"{name}.{parameter}"]
@@ -104,7 +107,7 @@ def stacked_weights(module: Any) -> list[str]:
 def unmatched(model: Any, recipe: Recipe) -> list[str]:
     """The patterns of ``--exclude`` that mean no module of the model."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D | nn.Embedding)]
-    names += [f"{name}.{own}" for name, module in model.named_modules() for own in stacked_weights(module)]
+    names += [f"{name}.{parameter}" for name, module in model.named_modules() for parameter in stacked_weights(module)]
     return [pattern for pattern in recipe.exclude if not fnmatch.filter(names, pattern)]
 
 

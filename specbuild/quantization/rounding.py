@@ -91,13 +91,13 @@ def round_weight(
     scale_type = torch.float8_e4m3fn if form == "float4" else weight.dtype
     codes = np.empty((inputs, channels), kind)
     scales = torch.empty((inputs // block, channels))
-    for own in _slices(weight):
-        groups = weight[own].float().reshape(-1, block) / unit
-        own_scales = (groups.abs().amax(dim=1) / limit).to(scale_type).float()
-        own_scales = torch.where(own_scales == 0, 1.0, own_scales)  # Groups that hold zeros only.
-        own_codes = encoded((groups / own_scales[:, None]).clamp(-limit, limit))
-        codes[:, own] = own_codes.reshape(-1, inputs).numpy().view(kind).T
-        scales[:, own] = own_scales.reshape(-1, inputs // block).T
+    for rows in _slices(weight):
+        groups = weight[rows].float().reshape(-1, block) / unit
+        row_scales = (groups.abs().amax(dim=1) / limit).to(scale_type).float()
+        row_scales = torch.where(row_scales == 0, 1.0, row_scales)  # Groups that hold zeros only.
+        row_codes = encoded((groups / row_scales[:, None]).clamp(-limit, limit))
+        codes[:, rows] = row_codes.reshape(-1, inputs).numpy().view(kind).T
+        scales[:, rows] = row_scales.reshape(-1, inputs // block).T
     return Rounded(codes, TorchTensor(scales.to(scale_type)).numpy())
 
 
@@ -108,21 +108,21 @@ def _round_to_grid(weight: Rows, form: CodeForm, block: int, squares: Tensor, ke
     codes, grids = np.empty((inputs, channels), kind), [torch.empty(groups, channels) for _ in range(2)]
     units = [torch.empty(channels) for _ in range(2)]
     of_groups = squares.reshape(groups, block)
-    for own in _slices(weight, _AT_A_TIME if kept is None else _AT_A_TIME_WITH_FEEDBACK):
-        part = weight[own].float()
+    for rows in _slices(weight, _AT_A_TIME if kept is None else _AT_A_TIME_WITH_FEEDBACK):
+        part = weight[rows].float()
         grouped = part.reshape(len(part), groups, block)
         grid: Grid = SignedGrid(weight.dtype)
         if form == "uint4":
             grid = GridWithMinima.of(grouped, of_groups)
-            units[0][own], units[1][own] = grid.scale_units, grid.minimum_units
+            units[0][rows], units[1][rows] = grid.scale_units, grid.minimum_units
         if kept is None:
             scales, minima = grid.fit(grouped, of_groups)
             exact = (grouped - minima[..., None]) / scales[..., None]
-            own_codes = exact.round_().clamp_(grid.smallest, grid.largest).to(torch.int8).reshape(part.shape).T
+            row_codes = exact.round_().clamp_(grid.smallest, grid.largest).to(torch.int8).reshape(part.shape).T
         else:
-            own_codes, scales, minima = round_with_feedback(part, block, feedback(kept, inputs, block), grid, squares)
-        codes[:, own] = own_codes.numpy().astype(kind)
-        grids[0][:, own], grids[1][:, own] = scales.T, minima.T
+            row_codes, scales, minima = round_with_feedback(part, block, feedback(kept, inputs, block), grid, squares)
+        codes[:, rows] = row_codes.numpy().astype(kind)
+        grids[0][:, rows], grids[1][:, rows] = scales.T, minima.T
     if form == "int4":
         return Rounded(codes, TorchTensor(grids[0].to(weight.dtype)).numpy())
     scale_codes, minimum_codes = (

@@ -123,7 +123,7 @@ def output_bytes(entries: dict[str, Entry], linears: StoredLinears, packed: Pack
     """How large the weight files will be."""
     dense = (StoredTensor(entry) for name, entry in entries.items() if name not in linears)
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in dense) + sum(
-        linear.weight(packed).nbytes for own in linears.values() for linear in own
+        linear.weight(packed).nbytes for group in linears.values() for linear in group
     )
 
 
@@ -168,10 +168,10 @@ def write_weights(
     advance: Callable[[float], None],
 ) -> None:
     """Write every tensor of the original, quantized or as it is, and the cache's ``scales``; one at a time is read."""
-    quantized = [(linear, 1 / len(own)) for own in linears.values() for linear in own]
-    made = [f"{linear.module}.{suffix}" for linear, _ in quantized for suffix in SUFFIXES]
+    quantized = [(linear, 1 / len(group)) for group in linears.values() for linear in group]
+    new_names = [f"{linear.module}.{suffix}" for linear, _ in quantized for suffix in SUFFIXES]
     dense = [name for name in entries if name not in linears]
-    writer = ShardWriter(work, [*scales, *made, *dense])
+    writer = ShardWriter(work, [*scales, *new_names, *dense])
     for name, tensor in scales.items():
         writer.write(name, tensor.dtype, tensor.shape, [tensor])
     for name in dense:
@@ -198,7 +198,7 @@ def write_config(
     kv_cache: CacheCode | None,
 ) -> None:
     """Write config.json, and copy what else stands beside the original's weights."""
-    modules = {linear.module: linear.weight(packed) for own in linears.values() for linear in own}
+    modules = {linear.module: linear.weight(packed) for group in linears.values() for linear in group}
     config = {
         **read_json(source / "config.json"),
         "quantization_config": configuration(modules, _dense_modules(meta_model, entries, linears), kv_cache),
@@ -209,7 +209,7 @@ def write_config(
 
 def _dense_modules(meta_model: MetaModel, entries: dict[str, Entry], linears: StoredLinears) -> list[str]:
     """Names of linear layers that stay as they are, here or in other implementations of the model."""
-    quantized = {linear.parameter for own in linears.values() for linear in own}
+    quantized = {linear.parameter for group in linears.values() for linear in group}
     kinds = {f"{name}.weight": module for name, module in meta_model.model.named_modules()}
     here = [name for name, module in kinds.items() if isinstance(module, nn.Linear) and name not in quantized]
     matrices = [name for name, entry in entries.items() if len(entry.shape) == 2 and name not in linears]
@@ -229,5 +229,5 @@ def read_back(
     linears = packed_linears(loaded.model, scheme, loaded.weights, [])
     if cache is None:
         return linears, None
-    shapes = [CacheTensor(heads=len(own.factors), head_dim=own.factors.shape[1]) for own in cache.tensors]
+    shapes = [CacheTensor(heads=len(tensor.factors), head_dim=tensor.factors.shape[1]) for tensor in cache.tensors]
     return linears, stored_rounding(scheme, stored, shapes, torch.float32)

@@ -83,11 +83,11 @@ def _words(codes: npt.NDArray[Any], bits: int) -> npt.NDArray[np.int32]:
     words = np.zeros((channels, -(-inputs // per_word)), np.uint32)
     step = max(1, _AT_A_TIME // inputs)
     for start in range(0, channels, step):
-        own = slice(start, start + step)
-        padded = np.zeros((len(words[own]), words.shape[1] * per_word), np.uint32)
-        padded[:, :inputs] = codes[own].astype(np.int16) + (1 << (bits - 1))
+        rows = slice(start, start + step)
+        padded = np.zeros((len(words[rows]), words.shape[1] * per_word), np.uint32)
+        padded[:, :inputs] = codes[rows].astype(np.int16) + (1 << (bits - 1))
         parts = padded.reshape(len(padded), -1, per_word) << (np.arange(per_word, dtype=np.uint32) * bits)
-        words[own] = np.bitwise_or.reduce(parts, axis=-1)
+        words[rows] = np.bitwise_or.reduce(parts, axis=-1)
     return words.view(np.int32)
 
 
@@ -98,8 +98,8 @@ def _rows(scales: torch.Tensor) -> torch.Tensor:
 
 def _torch(tensor: ir.TensorProtocol) -> torch.Tensor:
     array = np.ascontiguousarray(tensor.numpy())
-    for own, kind in ((ml_dtypes.bfloat16, torch.bfloat16), (ml_dtypes.float8_e4m3fn, torch.float8_e4m3fn)):
-        if array.dtype == own:
+    for dtype, kind in ((ml_dtypes.bfloat16, torch.bfloat16), (ml_dtypes.float8_e4m3fn, torch.float8_e4m3fn)):
+        if array.dtype == dtype:
             return torch.from_numpy(array.view(np.int16 if kind == torch.bfloat16 else np.int8)).view(kind)
     return torch.from_numpy(array)
 

@@ -19,7 +19,6 @@ from specrun.errors import VerificationError
 
 if TYPE_CHECKING:
     from specbuild.quantization.calibration_data import Rows
-    from specbuild.quantize.pair import Draft
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,6 @@ class Quality:
     """Nats: of the original's distribution from the quantized one's, by token."""
     top1_agreement: float
     """The share of tokens whose most likely one is the same."""
-    acceptance_rate: float | None
-    """The share of tokens where the draft's most likely one is the quantized model's, both after the text itself: what
-    greedy token acceptance would accept of single draft tokens there. None without a draft."""
-    original_acceptance_rate: float | None
-    """Acceptance rate with the original model."""
 
 
 @dataclass
@@ -47,7 +41,6 @@ class _Sums:
     """Over tokens; of pairs the original comes first."""
 
     surprise: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    accepted: list[int] = field(default_factory=lambda: [0, 0])
     kl: float = 0.0
     same: int = 0
     count: int = 0
@@ -60,7 +53,6 @@ def measure(
     directory: Path,
     rows: Rows,
     advance: Callable[[float], None],
-    draft: Draft | None = None,
     part: Part | None = None,
 ) -> Quality:
     """Run a meta model over ``rows`` as it is, and with weights and inputs rounded by ``packed``, keys and values by
@@ -77,12 +69,8 @@ def measure(
         original = _logits(model, batch, Float32(), "the original")
         with dequantized(model, packed, directory):
             quantized = _logits(model, batch, Float32(see_input), "the quantized model", cache)
-        if draft is not None:
-            proposed = draft.proposals(batch)[:, :-1]
-            for number, side in enumerate((original, quantized)):
-                sums.accepted[number] += int((side[:, :-1].argmax(dim=-1) == proposed).sum())
-        for ids, one, other in zip(batch, original, quantized, strict=True):
-            expected, actual = (logits[:-1].log_softmax(dim=-1) for logits in (one, other))
+        for ids, exact, other in zip(batch, original, quantized, strict=True):
+            expected, actual = (logits[:-1].log_softmax(dim=-1) for logits in (exact, other))
             following = torch.from_numpy(ids[1:, None])
             for number, side in enumerate((expected, actual)):
                 sums.surprise[number] -= float(side.gather(1, following).sum())
@@ -93,8 +81,7 @@ def measure(
         advance(len(batch))
     count = sums.count
     before, after = (float(np.exp(surprise / count)) for surprise in sums.surprise)
-    rates = [None, None] if draft is None else [number / count for number in sums.accepted]
-    return Quality(count, after, before, sums.kl / count, sums.same / count, rates[1], rates[0])
+    return Quality(count, after, before, sums.kl / count, sums.same / count)
 
 
 def _logits(model: Any, batch: Rows, mode: Float32, which: str, rounding: CacheRounding | None = None) -> torch.Tensor:

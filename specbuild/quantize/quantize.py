@@ -21,12 +21,10 @@ from specbuild.weights.cache_codes import cache_code
 from specbuild.weights.safetensors_files import Weights, check_weights, require_layers
 from specrun.command_line import human_bytes
 from specrun.engine_dir.directories import QUALITY_NAME, new_directory, require_free
-from specrun.errors import BuildConfigError
 
 if TYPE_CHECKING:
     from specbuild.export.meta_model import MetaModel
     from specbuild.quantize.checkpoint import StoredLinears
-    from specbuild.quantize.pair import Draft
     from specbuild.quantize.quality import Quality
     from specbuild.weights.packed_model import PackedModel
 
@@ -48,7 +46,6 @@ class Quantizable(NamedTuple):
     linears: StoredLinears
     texts: Texts | None
     """Texts for calibration and comparison."""
-    draft: Draft | None
 
 
 def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
@@ -59,8 +56,6 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
     stopped = stopped_run(output_dir, options.resume, options.force)
     recipes = _recipes(options)
     recipe = recipes[-1]  # Of those of ``auto`` the largest.
-    if options.draft_dir is not None and not options.quality:
-        raise BuildConfigError("--draft_dir is for the comparison with the original: leave out --no-quality")
     kv_cache = cache_code(options.kv_cache_dtype)
     reads_texts = recipe.calibrated or recipe.weighted or bool(kv_cache) or options.quality or len(recipes) > 1
     if not reads_texts:
@@ -69,29 +64,21 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
     from specbuild.quantization.calibration import needed, texts_of
     from specbuild.quantization.quantize_model import pack_model
     from specbuild.quantize.checkpoint import output_bytes, stored_linears
-    from specbuild.quantize.pair import load_draft
     from specbuild.quantized_formats.config.schemes import require_dense
     from specbuild.quantized_formats.loading import require_claimed
     from specbuild.weights.lazy_tensors import Reader, StoredTensor
 
     # Outside the stage, which has a bar: the Hub's client has bars of its own.
     source = locate(options.model, options.revision, code=options.trust_remote_code)
-    draft_dir, directories = None, {"model_dir": source}
-    if options.draft_dir:
-        draft_dir = locate(options.draft_dir, option="--draft_dir", code=options.trust_remote_code)
-        directories["draft_dir"] = draft_dir
     with stages.stage("check checkpoint"):
         advice = "give specbuild convert this checkpoint as it is, or quantize the one that it was made of"
         require_dense(source, advice)
         hf_config = read_model_config(source, options.trust_remote_code)
         files = check_weights(source)
         require_layers(source, hf_config, files)
-        draft = load_draft(draft_dir, source, options.trust_remote_code) if draft_dir else None
         texts = None
         if reads_texts:
-            limits = (positions_of(hf_config), draft.positions if draft else None)
-            positions = min((limit for limit in limits if limit is not None), default=None)
-            texts = texts_of(options.texts, source, positions, options.trust_remote_code)
+            texts = texts_of(options.texts, source, positions_of(hf_config), options.trust_remote_code)
             texts = needed(texts, recipes, kv_cache is not None)
     with stages.stage("lay out the model"):
         stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
@@ -100,11 +87,11 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
         plan = pack_model(meta_model.model, recipe.without_inputs, meta_model.weights)
         linears = stored_linears(source, meta_model, plan, files.entries, stages)
     with stages.stage("checksums of the checkpoint"):
-        made = made_of(QUANTIZE, asdict(options), directories, stopped.made if stopped else None)
-    with run_for(output_dir, made, stopped, stages) as run:
+        provenance = made_of(QUANTIZE, asdict(options), {"model_dir": source}, stopped.provenance if stopped else None)
+    with run_for(output_dir, provenance, stopped, stages) as run:
         if not run.written.exists():  # Known before calibrating.
             require_space({output_dir.absolute().parent: output_bytes(files.entries, linears, plan)})
-        checked = Quantizable(source, files, meta_model, linears, texts, draft)
+        checked = Quantizable(source, files, meta_model, linears, texts)
         if len(recipes) > 1:
             recipe = _choose(recipes, checked, run, stages)
         report = _write(options, recipe, checked, run, stages)
@@ -143,7 +130,7 @@ def _choose(recipes: list[Recipe], source: Quantizable, run: Run, stages: Stages
         part, weights = run.part(f"try {recipe.qformat}"), source.meta_model.weights
         packed = pack_model(model, recipe, weights, amax, kept)
         with part.stage(stages, f"try {recipe.qformat}", len(rows)) as advance:
-            quality = measure(model, packed, None, source.directory, rows, advance, part=part)
+            quality = measure(model, packed, None, source.directory, rows, advance, part)
         stages.say(f"{recipe.qformat} keeps {quality.top1_agreement:.1%} of the likeliest tokens")
         agreements.append(quality.top1_agreement)
         if quality.top1_agreement >= LEAST_TOP1:
@@ -168,7 +155,7 @@ def _write(options: QuantizeOptions, recipe: Recipe, source: Quantizable, run: R
     from specbuild.quantize.quality import measure
     from specbuild.weights.kv_cache import coarser, rounding_for
 
-    directory, files, meta_model, linears, texts, draft = source
+    directory, files, meta_model, linears, texts = source
     kv_cache, amax, kept, cache, quality = cache_code(options.kv_cache_dtype), None, None, None, None
     if texts and (recipe.calibrated or recipe.weighted or kv_cache):
         part, kept = run.part("calibration"), KeptInputs(run.directory / "inputs") if recipe.weighted else None
@@ -188,7 +175,7 @@ def _write(options: QuantizeOptions, recipe: Recipe, source: Quantizable, run: R
     if texts and options.quality:
         part, rows = run.part("comparison"), texts.held_out
         with part.stage(stages, "compare with the original", len(rows)) as advance:
-            quality = measure(meta_model.model, written, cache, directory, rows, advance, draft, part)
+            quality = measure(meta_model.model, written, cache, directory, rows, advance, part)
     report = _report(options, recipe, meta_model, files.nbytes, check_weights(run.written).nbytes, written, quality)
     report["unreached_experts"] = unreached_experts(packed, amax) if recipe.calibrated and amax else None
     (run.written / QUALITY_NAME).write_text(json.dumps(report, indent=2) + "\n")
@@ -224,7 +211,6 @@ def _report(
         "bytes": nbytes,
         "original_bytes": original_bytes,
         "text": options.texts.dataset,
-        "draft": options.draft_dir,
         "quality": None if quality is None else vars(quality),
     }
 
@@ -238,9 +224,6 @@ def describe(report: dict[str, Any]) -> list[str]:
             ("mean KL (nats)", "", f"{quality['mean_kl']:.2g}"),
             ("same most likely token", "", f"{quality['top1_agreement']:.1%}"),
         ]
-        if report["draft"] is not None:
-            before, after = quality["original_acceptance_rate"], quality["acceptance_rate"]
-            rows.append(("acceptance rate", f"{before:.1%}", f"{after:.1%}"))
     forms = ", ".join(f"{count} in {form}" for form, count in report["forms"].items())
     notes = [f"cache: {report['kv_cache_dtype']}"] if report["kv_cache_dtype"] != "auto" else []
     if unreached := report["unreached_experts"]:

@@ -31,15 +31,15 @@ def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reade
         if parts := scheme.split(name):
             modules.setdefault(parts[0], {})[parts[1]] = FromTorch(name, tensor)
     readers = dict(stored)
-    for module, own in modules.items():
-        tensors: dict[str, Any] = dict(own)  # FromTorch is a StoredTensor of the readers.
+    for module, named_tensors in modules.items():
+        tensors: dict[str, Any] = dict(named_tensors)  # FromTorch is a StoredTensor of the readers.
         if not scheme.is_quantized(tensors):
             continue
-        for suffixed in own.values():
+        for suffixed in named_tensors.values():
             del readers[suffixed.name]
         if "blocks" in tensors:
             experts = scheme.experts(module, tensors)
-            readers[module] = Stacked(tuple(PackedReader(one) for one in experts), is_transposed=True)
+            readers[module] = Stacked(tuple(PackedReader(expert) for expert in experts), is_transposed=True)
         elif packed := scheme.packed(module, tensors):
             readers[f"{module}.weight"] = PackedReader(packed)
     return readers
@@ -77,14 +77,20 @@ def packed_linears(model: Any, scheme: Scheme, weights: Mapping[str, Weight], no
 def _experts(reader: Reader, notes: list[str]) -> tuple[Packed, ...]:
     """The weights of stacked experts, whose formats must be the same; nothing where they stay dense."""
     sources = reader.experts() if isinstance(reader, Converted | Stacked) else []
-    parts = [[own.packed for own in one if isinstance(own, PackedReader)] for one in sources]
+    parts = [[readers.packed for readers in packed if isinstance(readers, PackedReader)] for packed in sources]
     if not any(parts):
         return ()
-    alike = [[replace(one, activation=shared_activation(own)) for one in own] for own in parts]
-    joined = [side_by_side(own) if len(own) == len(one) else None for own, one in zip(alike, sources, strict=True)]
-    experts = tuple(_attachable(one, notes) for one in joined if one is not None)
-    forms = {(one.codes.dtype, one.scales.dtype, one.block, one.axis, one.zero_points is None) for one in experts}
-    if len(experts) == len(sources) and len(forms) == 1 and not any(one.has_extras for one in experts):
+    alike = [[replace(packed, activation=shared_activation(readers)) for packed in readers] for readers in parts]
+    joined = [
+        side_by_side(readers) if len(readers) == len(packed) else None
+        for readers, packed in zip(alike, sources, strict=True)
+    ]
+    experts = tuple(_attachable(packed, notes) for packed in joined if packed is not None)
+    forms = {
+        (packed.codes.dtype, packed.scales.dtype, packed.block, packed.axis, packed.zero_points is None)
+        for packed in experts
+    }
+    if len(experts) == len(sources) and len(forms) == 1 and not any(packed.has_extras for packed in experts):
         return experts
     note = "experts are dequantized: their codes do not fit into one tensor"
     if note not in notes:

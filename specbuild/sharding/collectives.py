@@ -28,20 +28,20 @@ def gather_columns(parts: Parts, value: ir.Value, axes: int, columns: int, ranks
     """The last axis of ``value``, which has so many axes, of all ranks, less what is behind ``columns``."""
     all_ranks = collective(parts, parts.node("Unsqueeze", value, parts.numbers([0])), "all_gather", ranks)
     rows = parts.node("Transpose", all_ranks, perm=[*range(1, axes), 0, axes])
-    made = parts.node("Reshape", rows, parts.numbers([*[0] * (axes - 1), -1]))
-    return parts.slice(made, -1, 0, columns) if columns % ranks else made
+    rows_last = parts.node("Reshape", rows, parts.numbers([*[0] * (axes - 1), -1]))
+    return parts.slice(rows_last, -1, 0, columns) if columns % ranks else rows_last
 
 
 def reduce_sums(graph: ir.Graph, parts: Parts, summands: set[ir.Value], ranks: int) -> None:
     """Add up what the ranks give: as late as possible, so that it is done once for several sums, and on few numbers."""
     for node in list(graph):
-        own = [value for value in node.inputs if value is not None and value in summands]
-        if own and _is_linear(node, summands) and all(len(value.uses()) == 1 for value in own):
+        inputs = [value for value in node.inputs if value is not None and value in summands]
+        if inputs and _is_linear(node, summands) and all(len(value.uses()) == 1 for value in inputs):
             _add_bias_once(graph, parts, node, summands)
             summands.update(node.outputs)
-            summands.difference_update(own)
+            summands.difference_update(inputs)
             continue
-        for value in own:
+        for value in inputs:
             producer, readers = value.producer(), list(value.uses())
             assert producer is not None
             total = collective(parts, value, "all_reduce", ranks)
@@ -52,10 +52,10 @@ def reduce_sums(graph: ir.Graph, parts: Parts, summands: set[ir.Value], ranks: i
 
 
 def _is_linear(node: ir.Node, summands: set[ir.Value]) -> bool:
-    own = [number for number, value in enumerate(node.inputs) if value in summands]
+    indices = [number for number, value in enumerate(node.inputs) if value in summands]
     if node.op_type == "Add":
-        return len(own) == 2 or is_constant(node.inputs[1 - own[0]])
-    return node.op_type in _LINEAR and (own == [0] or (own == [1] and node.op_type == "Mul"))
+        return len(indices) == 2 or is_constant(node.inputs[1 - indices[0]])
+    return node.op_type in _LINEAR and (indices == [0] or (indices == [1] and node.op_type == "Mul"))
 
 
 def _add_bias_once(graph: ir.Graph, parts: Parts, node: ir.Node, summands: set[ir.Value]) -> None:

@@ -42,7 +42,7 @@ class Part:
 
     def divided(self, factor: int, axis: int) -> Part:
         """Of an axis that has one element for ``factor`` of this one's. Raises MisalignedError."""
-        if any(bound % factor for own in self.ranges for bound in own):
+        if any(bound % factor for bounds in self.ranges for bound in bounds):
             raise MisalignedError(self.size // factor)
         return Part(axis, self.size // factor, tuple((first // factor, last // factor) for first, last in self.ranges))
 
@@ -106,8 +106,8 @@ def _merged(part: Part, sizes: Sequence[int | None], held: Sequence[int | None],
         size = held[axis]
     if part.size % factor or (size is not None and size * factor != part.size):
         return None
-    place = len(sizes) + part.axis
-    if size is None and sizes[place] is None and place != len(held) + axis:
+    index = len(sizes) + part.axis
+    if size is None and sizes[index] is None and index != len(held) + axis:
         return None  # The first axis may hold more than that.
-    own = part.covered_by(factor, axis)
-    return own, own.times(factor, part.axis)
+    covered = part.covered_by(factor, axis)
+    return covered, covered.times(factor, part.axis)

@@ -39,8 +39,8 @@ class Parts:
         self._rules = rules
         self.gains = 0
         """Number of weights and caches that have been cut."""
-        self._made: list[ir.Node] = []
-        self._all_made: set[ir.Node] = set()
+        self._new_nodes: list[ir.Node] = []
+        self._all_new_nodes: set[ir.Node] = set()
         self.known: dict[tuple[ir.Value, Part], ir.Value] = {}
         self.caches: dict[ir.Value, tuple[Part, ir.Value]] = {}
         """Inputs of the graph that a rank has a part of."""
@@ -53,23 +53,23 @@ class Parts:
     def of(self, value: ir.Value | None, part: Part) -> ir.Value:
         """The rank's part of ``value``. Raises MisalignedError."""
         assert value is not None
-        if all(own == (0, part.size) for own in part.ranges):
+        if all(bounds == (0, part.size) for bounds in part.ranges):
             return value
         if (value, part) in self.known:
             return self.known[value, part]
-        made: ir.Value | None = None
+        result: ir.Value | None = None
         if weights.is_constant(value):
-            made = weights.cut(value, part, self.rank, self.add)
+            result = weights.cut(value, part, self.rank, self.add)
         elif value in self._inputs and part.axis == -3:
-            made = self._cache(value, part)
+            result = self._cache(value, part)
         elif (
             (node := value.producer()) is not None and node.op_type in self._rules and self._is_cut_at_its_inputs(node)
         ):
-            made = self._rules[node.op_type](self, node, node.outputs.index(value), part)
-        if made is None:
-            made = self.slice(value, part.axis, *part.ranges[self.rank])
-        self.known[value, part] = made
-        return made
+            result = self._rules[node.op_type](self, node, node.outputs.index(value), part)
+        if result is None:
+            result = self.slice(value, part.axis, *part.ranges[self.rank])
+        self.known[value, part] = result
+        return result
 
     def _is_cut_at_its_inputs(self, node: ir.Node) -> bool:
         """Whether that saves work, or is as good as cutting its output: of a constant that is repeated (sinks)."""
@@ -91,18 +91,18 @@ class Parts:
     def like(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> Sequence[ir.Value]:
         """``node`` with other inputs; its outputs."""
         attributes = list(node.attributes.values())
-        made = ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=len(node.outputs))
-        made.metadata_props.update(node.metadata_props)
-        for old, new in zip(node.outputs, made.outputs, strict=True):
+        copy = ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=len(node.outputs))
+        copy.metadata_props.update(node.metadata_props)
+        for old, new in zip(node.outputs, copy.outputs, strict=True):
             new.type = old.type
-        self.add(made)
-        return made.outputs
+        self.add(copy)
+        return copy.outputs
 
     def node(self, op_type: str, *inputs: ir.Value, **attributes: ir._convenience.SupportedAttrTypes) -> ir.Value:
         """The output of a new node."""
-        made = ir.node(op_type, inputs, attributes)
-        made.outputs[0].type = inputs[0].type
-        return self.add(made)
+        new_node = ir.node(op_type, inputs, attributes)
+        new_node.outputs[0].type = inputs[0].type
+        return self.add(new_node)
 
     def slice(self, value: ir.Value, axis: int, start: int, stop: int, step: int = 1) -> ir.Value:
         """Elements ``start .. stop`` of an axis."""
@@ -149,12 +149,12 @@ class Parts:
         first, last = part.ranges[self.rank]
         return last - first
 
-    def resized(self, sizes: ir.Value | None, place: int, count: int) -> ir.Value:
-        """The shape ``sizes`` with ``count`` at ``place``, unless it is computed there."""
+    def resized(self, sizes: ir.Value | None, index: int, count: int) -> ir.Value:
+        """The shape ``sizes`` with ``count`` at ``index``, unless it is computed there."""
         assert sizes is not None
         if sizes.const_value is not None:
             numbers = [int(size) for size in sizes.const_value.numpy()]
-            numbers[place] = count if numbers[place] != -1 else -1
+            numbers[index] = count if numbers[index] != -1 else -1
             return self.numbers(numbers)
         node = sizes.producer()
         if node is None or node.op_type != "Concat":
@@ -162,25 +162,25 @@ class Parts:
         pieces: list[ir.Value] = []
         for piece in node.inputs:
             assert piece is not None
-            own = len(self.integers(piece) or ())
-            pieces.append(self.resized(piece, place, count) if 0 <= place < own else piece)
-            place -= own
+            length = len(self.integers(piece) or ())
+            pieces.append(self.resized(piece, index, count) if 0 <= index < length else piece)
+            index -= length
         return self.like(node, pieces)[0]
 
     def insert(self, graph: ir.Graph, node: ir.Node, behind: bool = False) -> None:
         """Put what was made in front of ``node``, or behind it, and its constants into the graph."""
-        for made in self._made:
-            for index, value in enumerate(made.inputs):
+        for new_node in self._new_nodes:
+            for index, value in enumerate(new_node.inputs):
                 if value is not None and value.const_value is not None and value.producer() is None:
-                    own = graph.initializers.setdefault(str(value.name), value)
-                    made.replace_input_with(index, own)
-        (graph.insert_after if behind else graph.insert_before)(node, self._made)
-        self._all_made.update(self._made)
-        self._made = []
+                    known = graph.initializers.setdefault(str(value.name), value)
+                    new_node.replace_input_with(index, known)
+        (graph.insert_after if behind else graph.insert_before)(node, self._new_nodes)
+        self._all_new_nodes.update(self._new_nodes)
+        self._new_nodes = []
 
     def has_made(self, node: ir.Node) -> bool:
         """Whether it is one of the new nodes."""
-        return node in self._all_made
+        return node in self._all_new_nodes
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
         """Let ``new`` stand where ``old`` is read."""
@@ -189,33 +189,33 @@ class Parts:
 
     def state(self) -> State:
         """What has been made so far, for ``restore``."""
-        return State(len(self._made), dict(self.known), dict(self.caches), self.gains)
+        return State(len(self._new_nodes), dict(self.known), dict(self.caches), self.gains)
 
     def restore(self, state: State) -> None:
         """Forget what was made since."""
-        for node in reversed(self._made[state.nodes :]):
+        for node in reversed(self._new_nodes[state.nodes :]):
             for index in range(len(node.inputs)):
                 node.replace_input_with(index, None)
-        del self._made[state.nodes :]
+        del self._new_nodes[state.nodes :]
         self.known, self.caches, self.gains = dict(state.known), dict(state.caches), state.gains
 
     def _cache(self, value: ir.Value, part: Part) -> ir.Value:
         if (known := self.caches.get(value)) and known[0] != part:
             raise ValueError(f"{value.name}: cut in two ways")
         self.gains += 1
-        made = ir.Value(name=value.name, type=value.type)
+        cache = ir.Value(name=value.name, type=value.type)
         sizes = list(value.shape or ())
         sizes[part.axis] = self.length(part)
-        made.shape = ir.Shape(sizes)
-        self.caches[value] = part, made
-        return made
+        cache.shape = ir.Shape(sizes)
+        self.caches[value] = part, cache
+        return cache
 
     def add(self, node: ir.Node) -> ir.Value:
         """Make ``node`` one of the new ones; its first output."""
         node.name = self._name(node.op_type)
         for number, value in enumerate(node.outputs):
             value.name = f"{node.name}.{number}"
-        self._made.append(node)
+        self._new_nodes.append(node)
         return node.outputs[0]
 
     def _name(self, what: str) -> str:

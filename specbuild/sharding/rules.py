@@ -45,13 +45,13 @@ def reduction(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value 
     if axes is None or shape is None or None in axes:
         return None
     reduced = [axis - len(shape) if axis >= 0 else axis for axis in axes if axis is not None]
-    own = part.axis
+    input_axis = part.axis
     if not node.attributes.get_int("keepdims", 1):
         left = [axis for axis in range(-len(shape), 0) if axis not in reduced]
-        own = left[part.axis]
-    if own in reduced:
+        input_axis = left[part.axis]
+    if input_axis in reduced:
         return None
-    return parts.like(node, [parts.of(node.inputs[0], part.at(own)), *node.inputs[1:]])[output]
+    return parts.like(node, [parts.of(node.inputs[0], part.at(input_axis)), *node.inputs[1:]])[output]
 
 
 def transpose(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | None:
@@ -67,13 +67,13 @@ def reshape(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | 
     source = source_of(part, sizes, held) if sizes and held else None
     if sizes is None or source is None:
         return None
-    own, whole = source
-    own_target = parts.resized(target, len(sizes) + part.axis, parts.length(whole))
-    made = parts.like(node, [parts.of(x, own), own_target])[output]
+    source_part, whole = source
+    shape = parts.resized(target, len(sizes) + part.axis, parts.length(whole))
+    result = parts.like(node, [parts.of(x, source_part), shape])[output]
     if whole.ranges == part.ranges:
-        return made
+        return result
     start = part.ranges[parts.rank][0] - whole.ranges[parts.rank][0]
-    return parts.slice(made, part.axis, start, start + parts.length(part))
+    return parts.slice(result, part.axis, start, start + parts.length(part))
 
 
 def expand(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | None:
@@ -82,10 +82,10 @@ def expand(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | N
     sizes = parts.sizes(target)
     if sizes is None or -part.axis > len(sizes):
         return None
-    place = len(sizes) + part.axis
-    if sizes[place] == 1:
+    index = len(sizes) + part.axis
+    if sizes[index] == 1:
         return parts.like(node, [parts.of(x, part), target])[output]
-    return parts.like(node, [parts.operand(x, part), parts.resized(target, place, parts.length(part))])[output]
+    return parts.like(node, [parts.operand(x, part), parts.resized(target, index, parts.length(part))])[output]
 
 
 def filled(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | None:
@@ -105,8 +105,8 @@ def unsqueeze(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value 
     rank = len(shape) + len(axes)
     added = {axis % rank for axis in axes if axis is not None}
     kept = [axis for axis in range(rank) if axis not in added]
-    own = kept.index(rank + part.axis) - len(shape)
-    return parts.like(node, [parts.of(node.inputs[0], part.at(own)), node.inputs[1]])[output]
+    input_axis = kept.index(rank + part.axis) - len(shape)
+    return parts.like(node, [parts.of(node.inputs[0], part.at(input_axis)), node.inputs[1]])[output]
 
 
 def squeeze(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | None:
@@ -158,8 +158,8 @@ def slice_(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | N
         return parts.of(x, part.shifted(start, size))
     if start >= step:
         return None
-    own = Part(part.axis, size, tuple((first * step, min(last * step, size)) for first, last in part.ranges))
-    return parts.slice(parts.of(x, own), axis, start, _END, step)
+    source_part = Part(part.axis, size, tuple((first * step, min(last * step, size)) for first, last in part.ranges))
+    return parts.slice(parts.of(x, source_part), axis, start, _END, step)
 
 
 def concat(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | None:
@@ -205,8 +205,8 @@ def attention(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value 
         return None
     if part.size % heads:
         raise MisalignedError(1)
-    own = part.covered_by(part.size // heads, -3)
-    inputs = [parts.of(query, part), parts.of(key, own), parts.of(value, own)]
+    kv_part = part.covered_by(part.size // heads, -3)
+    inputs = [parts.of(query, part), parts.of(key, kv_part), parts.of(value, kv_part)]
     return parts.like(node, [*inputs, *(parts.operand(mask, part) for mask in masks)])[0]
 
 
@@ -222,13 +222,13 @@ def rounding(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value |
     x, *scales = node.inputs
     if node.attributes.get_int("block_size"):
         return None
-    axis, made = parts.axis(node, x, 1), [parts.of(x, part)]
+    axis, inputs = parts.axis(node, x, 1), [parts.of(x, part)]
     for scale in scales:
         if not is_constant(scale):
             return None
         each = len(shape_of(scale)) == 1 and axis == part.axis  # type: ignore[arg-type]
-        made.append(parts.operand(scale, part.at(-1)) if each else scale)  # type: ignore[arg-type]
-    return parts.like(node, made)[output]
+        inputs.append(parts.operand(scale, part.at(-1)) if each else scale)  # type: ignore[arg-type]
+    return parts.like(node, inputs)[output]
 
 
 _ELEMENTWISE = (

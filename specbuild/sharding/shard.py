@@ -43,9 +43,9 @@ def shard(model: ir.Model, rank: int, ranks: int) -> None:
             continue
         summands.add(summand)
         bias = node.inputs[2] if len(node.inputs) > 2 else None
-        made = parts.node("Add", summand, bias) if bias is not None else summand
+        total = parts.node("Add", summand, bias) if bias is not None else summand
         parts.insert(graph, node)
-        parts.replace(node.outputs[0], made)
+        parts.replace(node.outputs[0], total)
     _cut_caches(graph, parts)
     _ask_parts_for_sizes(graph, parts)
     RemoveUnusedNodesPass()(model)
@@ -80,12 +80,12 @@ def _cut_rows(parts: Parts, node: ir.Node, ranks: int) -> ir.Value | None:
             )
         tried, before = number, parts.state()
         try:
-            own = parts.of(x, part)
+            columns = parts.of(x, part)
             if parts.gains == before.gains:
                 parts.restore(before)
                 return None
             rows = parts.of(weight, part.at(-2))
-            (summand,) = parts.like(node, [own, rows])
+            (summand,) = parts.like(node, [columns, rows])
             return summand
         except MisalignedError as error:
             parts.restore(before)
@@ -103,31 +103,31 @@ def _cut_caches(graph: ir.Graph, parts: Parts) -> None:
             if use.node.op_type == "Shape":
                 use.node.replace_input_with(use.idx, new)
         graph.inputs[number] = new
-        place = outputs[str(old.name).replace(CACHE, "present.")]
-        whole = graph.outputs[place]
-        own = parts.known[whole, part]
-        own.name, whole.name = whole.name, f"{whole.name}.whole"
-        own.type, own.shape = new.type, new.shape
-        graph.outputs[place] = own
+        index = outputs[str(old.name).replace(CACHE, "present.")]
+        whole = graph.outputs[index]
+        local = parts.known[whole, part]
+        local.name, whole.name = whole.name, f"{whole.name}.whole"
+        local.type, local.shape = new.type, new.shape
+        graph.outputs[index] = local
 
 
 def _ask_parts_for_sizes(graph: ir.Graph, parts: Parts) -> None:
     """What asks for sizes of a whole value asks its part where these are the same: nothing else may need the whole."""
-    made = {value: (part, own) for (value, part), own in parts.known.items()}
+    known = {value: (part, local) for (value, part), local in parts.known.items()}
     order = {node: number for number, node in enumerate(graph)}
     for node in graph:
         value = node.inputs[0] if node.op_type == "Shape" else None
         shape = parts.shape(value)
-        if value is None or shape is None or value not in made:
+        if value is None or shape is None or value not in known:
             continue
-        part, own = made[value]
-        producer = own.producer()
+        part, local = known[value]
+        producer = local.producer()
         if (
             producer in order
             and order[producer] < order[node]
             and len(shape) + part.axis not in _asked(node, len(shape))
         ):
-            node.replace_input_with(0, own)
+            node.replace_input_with(0, local)
 
 
 def _asked(node: ir.Node, axes: int) -> set[int]:
@@ -141,7 +141,7 @@ def _asked(node: ir.Node, axes: int) -> set[int]:
     indices = [reader.inputs[1] for reader in readers]
     if any(index is None or index.const_value is None for index in indices):
         return axes_left
-    return {int(one) for index in indices for one in index.const_value.numpy().reshape(-1)}  # type: ignore[union-attr]
+    return {int(number) for index in indices for number in index.const_value.numpy().reshape(-1)}  # type: ignore[union-attr]
 
 
 def _is_wide(node: ir.Node, ranks: int) -> bool:
@@ -161,9 +161,9 @@ def _cut_columns(graph: ir.Graph, parts: Parts, node: ir.Node, ranks: int) -> No
         return
     columns = shape_of(weight)[-1]
     part = padded(-1, columns, ranks)
-    own = parts.like(node, [x, parts.of(weight, part)])[0]
-    made = gather_columns(parts, own, len(shape), columns, ranks)
+    local = parts.like(node, [x, parts.of(weight, part)])[0]
+    gathered = gather_columns(parts, local, len(shape), columns, ranks)
     parts.insert(graph, node)
     if output in graph.outputs:
-        made.name, output.name, made.shape = output.name, f"{output.name}.whole", output.shape
-    parts.replace(output, made)
+        gathered.name, output.name, gathered.shape = output.name, f"{output.name}.whole", output.shape
+    parts.replace(output, gathered)

@@ -24,8 +24,8 @@ def is_constant(value: ir.Value | None) -> bool:
     if value is None or value.const_value is not None:
         return value is not None
     node = value.producer()
-    made = node is not None and node.op_type in ("DequantizeLinear", "Transpose", WITH_OFFSETS)
-    return made and node is not None and all(map(is_constant, filter(None, node.inputs)))
+    is_computed = node is not None and node.op_type in ("DequantizeLinear", "Transpose", WITH_OFFSETS)
+    return is_computed and node is not None and all(map(is_constant, filter(None, node.inputs)))
 
 
 def shape_of(value: ir.Value) -> tuple[int, ...]:
@@ -57,8 +57,8 @@ def cut(value: ir.Value, part: Part, rank: int, make: Make) -> ir.Value:
     codes, *scales = node.inputs
     assert codes is not None
     if order := _order(node):
-        own = cut(codes, part.at(order[part.axis] - len(order)), rank, make)
-        return make(ir.Node("", "Transpose", [own], list(node.attributes.values()), num_outputs=1))
+        local = cut(codes, part.at(order[part.axis] - len(order)), rank, make)
+        return make(ir.Node("", "Transpose", [local], list(node.attributes.values()), num_outputs=1))
     if node.op_type == WITH_OFFSETS:
         return _with_offsets(node, part, rank, make)
     attributes = dict(node.attributes)
@@ -87,8 +87,8 @@ def _with_offsets(node: ir.Node, part: Part, rank: int, make: Make) -> ir.Value:
         groups = part.covered_by(block, -2)
         first, last = part.ranges[rank]
         block = min(block, last - first)
-    own = [cut(weight, part, rank, make), cut(offsets, groups, rank, make)]
-    value = make(ir.node(WITH_OFFSETS, own, {"block_size": block}))
+    local = [cut(weight, part, rank, make), cut(offsets, groups, rank, make)]
+    value = make(ir.node(WITH_OFFSETS, local, {"block_size": block}))
     value.type = node.outputs[0].type
     return value
 
@@ -103,7 +103,7 @@ def _stored(value: ir.Value, part: Part, rank: int) -> ir.Value:
     leading = all(count == 1 for count in shape[:axis])
     if isinstance(tensor, ir.ExternalTensor) and leading and last <= size and tensor.dtype.bitwidth >= 8:
         inner = int(np.prod(shape[axis + 1 :], dtype=np.int64))
-        made: ir.TensorProtocol = graphs.part_of(tensor, first * inner, shape, name)
+        local: ir.TensorProtocol = graphs.part_of(tensor, first * inner, shape, name)
     else:
 
         def read() -> npt.NDArray[Any]:
@@ -112,5 +112,5 @@ def _stored(value: ir.Value, part: Part, rank: int) -> ir.Value:
             missing[axis] = (0, shape[axis] - numbers.shape[axis])
             return np.pad(numbers, missing)
 
-        made = lazy(tensor.dtype, shape, read, name)
-    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(made.dtype), const_value=made)
+        local = lazy(tensor.dtype, shape, read, name)
+    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(local.dtype), const_value=local)

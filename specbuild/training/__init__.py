@@ -1,5 +1,5 @@
-"""Drafts for one's own target: EAGLE-3 heads, Medusa heads and small models, trained on what the target writes.
+"""Drafts for one's own target: EAGLE-3 heads and small models, trained on what the target writes.
 
 ``rows.py`` makes tokens of conversations, ``losses.py`` compares a draft with its target, and ``loop.py`` trains. Each
-kind has a module (``eagle3.py``, ``medusa.py``, ``small_model.py``); all are ``student.Student``s.
+kind has a module (``eagle3.py``, ``small_model.py``); both are ``student.Student``s.
 """

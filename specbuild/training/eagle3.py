@@ -83,7 +83,7 @@ class Eagle3Student(Student):
             hidden = self.module.feature(hidden)
 
     @override
-    def logits(self, states: Tensor, draft: int) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         logits: Tensor = self.module.lm_head(self.module.norm(states))
         return logits
 
@@ -91,10 +91,10 @@ class Eagle3Student(Student):
     def save(self, directory: Path, dtype: torch.dtype) -> None:
         """In SpecForge's form, without the target's embeddings."""
         assert self.fusion
-        own = {**dict(self.fusion.named_parameters()), **dict(self.module.named_parameters())}
+        parameters = {**dict(self.fusion.named_parameters()), **dict(self.module.named_parameters())}
         tensors = {
             name.replace(_OWN_LAYER, _FILE_LAYER): parameter.detach().to("cpu", dtype).contiguous()
-            for name, parameter in own.items()
+            for name, parameter in parameters.items()
             if name != "embed_tokens.weight"
         }
         config = {**self.source, "torch_dtype": str(dtype).removeprefix("torch.")}
@@ -139,8 +139,8 @@ def write_new_head(directory: Path, target: PreTrainedModel, vocabulary: Tensor 
     if all(tensors[name].shape == tensor.shape for name, tensor in shared.items() if ".mlp." not in name):
         for name, tensor in shared.items():
             rows, *columns = (min(sizes) for sizes in zip(tensor.shape, tensors[name].shape, strict=True))
-            own = (slice(rows), *map(slice, columns))
-            tensors[name][own] = tensor[own]
+            region = (slice(rows), *map(slice, columns))
+            tensors[name][region] = tensor[region]
         tensors["fc.weight"][:, -width:] += torch.eye(width)
     if options.kind == "eagle3.1":
         config |= {"fc_norm": True, "norm_output": True}
@@ -161,8 +161,8 @@ def _shared_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[st
 
     def scale(norm: Any) -> Tensor:
         """The weight of a norm, however it is stored."""
-        one = torch.ones(1, config["hidden_size"], device=target.device, dtype=target.dtype)
-        normed: Tensor = norm(one)[0]
+        ones = torch.ones(1, config["hidden_size"], device=target.device, dtype=target.dtype)
+        normed: Tensor = norm(ones)[0]
         return normed
 
     try:
@@ -173,13 +173,13 @@ def _shared_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[st
             f"{_FILE_LAYER}post_attention_layernorm": last.post_attention_layernorm,
         }
         wide = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        own = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        shared_layers = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
         with torch.no_grad():
             tensors = {f"{name}.weight": scale(norm) for name, norm in norms.items()}
             for name in wide:
                 halves = [layer.get_submodule(name).weight for layer in (first, last)]
                 tensors[f"{_FILE_LAYER}{name}.weight"] = torch.cat(halves, dim=1)
-            for name in own:
+            for name in shared_layers:
                 tensors[f"{_FILE_LAYER}{name}.weight"] = last.get_submodule(name).weight
     except (AttributeError, RuntimeError):
         return {}
@@ -201,28 +201,28 @@ def write_head(
 
 def _new_config(target: PreTrainedModel, vocabulary: Tensor | None) -> dict[str, Any]:
     """``config.json`` of a head with one Llama layer of the target's sizes, as SpecForge writes it."""
-    own = target.config.get_text_config()
-    heads = own.num_attention_heads
+    text_config = target.config.get_text_config()
+    heads = text_config.num_attention_heads
     layers = len(decoder_layers(target))
-    rope = getattr(own, "rope_parameters", None) or {}
+    rope = getattr(text_config, "rope_parameters", None) or {}
     vocab_size = vocab_size_of(target)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_size": own.hidden_size,
-        "intermediate_size": getattr(own, "intermediate_size", None) or 4 * own.hidden_size,
+        "hidden_size": text_config.hidden_size,
+        "intermediate_size": getattr(text_config, "intermediate_size", None) or 4 * text_config.hidden_size,
         "num_hidden_layers": 1,
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(own, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(own, "head_dim", None) or own.hidden_size // heads,
+        "num_key_value_heads": getattr(text_config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
         "hidden_act": "silu",
-        "rms_norm_eps": getattr(own, "rms_norm_eps", None) or 1e-6,
+        "rms_norm_eps": getattr(text_config, "rms_norm_eps", None) or 1e-6,
         "rope_theta": rope.get("rope_theta", 10000.0),
-        "max_position_embeddings": getattr(own, "max_position_embeddings", None) or 2048,
+        "max_position_embeddings": getattr(text_config, "max_position_embeddings", None) or 2048,
         "vocab_size": vocab_size,
         "draft_vocab_size": vocab_size if vocabulary is None else len(vocabulary),
-        "bos_token_id": own.bos_token_id,
-        "eos_token_id": own.eos_token_id,
+        "bos_token_id": text_config.bos_token_id,
+        "eos_token_id": text_config.eos_token_id,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }

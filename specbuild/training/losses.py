@@ -16,7 +16,7 @@ from specbuild.training.memory import sparing
 from specbuild.training.student import Student
 
 DECAY = 0.8
-"""Weight of a draft beside the one before it, as in EAGLE-3 and Medusa: it counts only if that one stands."""
+"""Weight of a draft beside the one before it, as in EAGLE-3: it counts only if that one stands."""
 
 
 @dataclass
@@ -86,8 +86,8 @@ class Expected:
         step = max(1, memory.KEPT // logits.shape[-1])
         for start in range(0, len(logits), step):
             part = slice(start, start + step)
-            own = logits[part] if vocabulary is None else logits[part, vocabulary]
-            logs = own.float().log_softmax(-1)
+            drafted = logits[part] if vocabulary is None else logits[part, vocabulary]
+            logs = drafted.float().log_softmax(-1)
             probs = logs.exp()
             self._entropy[part] = -(probs * logs).sum(-1)
             self._probs[part] = probs
@@ -102,11 +102,11 @@ class Expected:
 
         draft_logits: the draft's logits, [n, V_draft]. Rows whose likeliest token it cannot draft teach nothing (0).
         """
-        own = draft_logits.argmax(-1)
+        likeliest = draft_logits.argmax(-1)
         if self._vocabulary is not None:
-            own = self._vocabulary[own]
+            likeliest = self._vocabulary[likeliest]
         crossed = functional.cross_entropy(draft_logits.float(), self._probs[rows].float(), reduction="none")
-        return (crossed - self._entropy[rows]) * self._counts[rows], own == self.best[rows]
+        return (crossed - self._entropy[rows]) * self._counts[rows], likeliest == self.best[rows]
 
 
 def compare(
@@ -126,27 +126,25 @@ def compare(
     rows[wanted] = torch.arange(len(expected.best), device=rows.device)
     standing = torch.ones_like(wanted)
     for draft, states in enumerate(student.drafts(batch.ids, batch.mask, features, min(count, length - 2))):
-        own = wanted[:, draft:]
-        divergence, agrees = _diverge_in_parts(student, draft, states[own], expected, rows[:, draft:][own])
+        drafted = wanted[:, draft:]
+        divergence, agrees = _diverge_in_parts(student, states[drafted], expected, rows[:, draft:][drafted])
         loss = loss + DECAY**draft * divergence.sum() / max(1, len(divergence))
-        standing = standing[:, : own.shape[1]]
-        score.reached.append(int((standing & own).sum()))
-        standing = standing & torch.zeros_like(own).masked_scatter(own, agrees)
+        standing = standing[:, : drafted.shape[1]]
+        score.reached.append(int((standing & drafted).sum()))
+        standing = standing & torch.zeros_like(drafted).masked_scatter(drafted, agrees)
         score.accepted.append(int(standing.sum()))
         score.divergence.append(float(divergence.detach().sum()))
         score.positions.append(len(divergence))
     return loss, score
 
 
-def _diverge_in_parts(
-    student: Student, draft: int, states: Tensor, expected: Expected, rows: Tensor
-) -> tuple[Tensor, Tensor]:
+def _diverge_in_parts(student: Student, states: Tensor, expected: Expected, rows: Tensor) -> tuple[Tensor, Tensor]:
     """``Expected.diverge`` of a draft's states [n, ..]: never are the logits of all positions kept."""
 
-    def one(states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return expected.diverge(rows, student.logits(states, draft))
+    def diverge(states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return expected.diverge(rows, student.logits(states))
 
     size = max(1, memory.KEPT // expected.width)
     parts = zip(states.split(size), rows.split(size), strict=True)
-    results = [sparing(len(part) * expected.width, one, part, own) for part, own in parts]
+    results = [sparing(len(part) * expected.width, diverge, part, row_part) for part, row_part in parts]
     return torch.cat([part[0] for part in results]), torch.cat([part[1] for part in results])

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from specbuild.artifacts.resume import beside, checkpoint_of
 from specrun.errors import BuildConfigError
 
-Kind = Literal["eagle3", "eagle3.1", "medusa", "model"]
-_DRAFT_LEN: dict[str, int] = {"eagle3": 7, "eagle3.1": 7, "medusa": 5, "model": 5}
+Kind = Literal["eagle3", "eagle3.1", "model"]
+_DRAFT_LEN: dict[str, int] = {"eagle3": 7, "eagle3.1": 7, "model": 5}
 """Default draft lengths by kind, as in the papers."""
 _RATE = 0.4
 """Learning rate times the target's width: 1e-4 for 4096, as EAGLE-3's, and more for smaller models."""
@@ -42,7 +42,7 @@ class TrainOptions:
     hidden_size: int | None = None
     """model: another width, from scratch."""
     draft_len: int | None = None
-    """Drafts of a chain, or heads. Default: 7 for EAGLE, else 5.
+    """Drafts of a chain. Default: 7 for EAGLE, else 5.
 
     It is also what is compared on held-out text."""
     max_length: int = 2048

@@ -41,7 +41,7 @@ class ModelStudent(Student):
             yield logits[:, 1 + draft : -1]
 
     @override
-    def logits(self, states: Tensor, draft: int) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         return states
 
     @override
@@ -61,15 +61,15 @@ def write_new_model(
     count = num_layers or max(1, len(layers) // 2)
     if count > len(layers):
         raise BuildConfigError(f"--num_layers {count}: the target has {len(layers)}")
-    kept = [round(place * (len(layers) - 1) / max(1, count - 1)) for place in range(count)]
+    kept = [round(index * (len(layers) - 1) / max(1, count - 1)) for index in range(count)]
     config = deepcopy(target.config)
-    own = config.get_text_config()
-    own.num_hidden_layers = count
-    for name, value in list(vars(own).items()):
+    text_config = config.get_text_config()
+    text_config.num_hidden_layers = count
+    for name, value in list(vars(text_config).items()):
         if isinstance(value, list | tuple) and len(value) == len(layers) > 1:  # What each layer is.
-            setattr(own, name, [value[layer] for layer in kept])
+            setattr(text_config, name, [value[layer] for layer in kept])
     if hidden_size is not None:
-        _narrow(own, hidden_size)
+        _narrow(text_config, hidden_size)
     torch.manual_seed(seed)
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -17,7 +17,7 @@ class Student(nn.Module, ABC):
     """A draft that is being trained; its parameters are float32.
 
     Drafts are counted from *origins*. At origin i the text is known up to token i + 1, and the target has read it up to
-    token i. Draft k, from 0, is for token i + 2 + k; the target's opinion of it stands in its logits at i + 1 + k.
+    token i. Draft k, from 0, is for token i + 2 + k; the target's logits for it stand at i + 1 + k.
     """
 
     vocabulary: Tensor | None = None
@@ -37,8 +37,8 @@ class Student(nn.Module, ABC):
         """
 
     @abstractmethod
-    def logits(self, states: Tensor, draft: int) -> Tensor:
-        """States [n, ..] of the draft of this number -> [n, V_draft]."""
+    def logits(self, states: Tensor) -> Tensor:
+        """States [n, ..] of drafts -> [n, V_draft]."""
 
     @abstractmethod
     def save(self, directory: Path, dtype: torch.dtype) -> None:

@@ -171,13 +171,10 @@ def _answered(options: TrainOptions, target: PreTrainedModel, maker: RowMaker, s
 def _write_new(directory: Path, target: PreTrainedModel, data: Data, options: TrainOptions) -> None:
     """A draft that has learnt nothing. Raises BuildConfigError."""
     from specbuild.training.eagle3 import write_new_head
-    from specbuild.training.medusa import write_new_heads
     from specbuild.training.small_model import write_new_model
 
     if options.kind == "model":
         write_new_model(directory, target, options.num_layers, options.hidden_size, options.seed)
-    elif options.kind == "medusa":
-        write_new_heads(directory, target, options.model, options.num_drafts)
     else:
         vocab_size, chosen = vocab_size_of(target), None
         if (size := options.draft_vocab_size) is not None:
@@ -190,11 +187,8 @@ def _write_new(directory: Path, target: PreTrainedModel, data: Data, options: Tr
 def _open_student(directory: Path, target: PreTrainedModel, options: TrainOptions) -> Student:
     """The draft in a directory, as it was written or has become."""
     from specbuild.training.eagle3 import Eagle3Student
-    from specbuild.training.medusa import MedusaStudent
     from specbuild.training.small_model import ModelStudent
 
     if options.kind == "model":
         return ModelStudent(directory, target.device, options.trust_remote_code)
-    if options.kind == "medusa":
-        return MedusaStudent(directory, target)
     return Eagle3Student(directory, target, options.num_drafts)

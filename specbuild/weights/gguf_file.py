@@ -83,12 +83,12 @@ class _Header:
     """Reads one value after the other."""
 
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
-        self.path, self.mapped, self.place = path, mapped, 0
+        self.path, self.mapped, self.position = path, mapped, 0
 
     def read(self) -> GgufFile:
         if self.mapped[:4] != b"GGUF":
             raise ValueError("it does not begin with GGUF")
-        self.place = 4
+        self.position = 4
         version, num_tensors, num_values = self.numbers("IQQ")
         if version not in _VERSIONS:
             raise ValueError(f"version {version}; expected one of {_VERSIONS}")
@@ -97,7 +97,7 @@ class _Header:
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment {alignment!r}")
-        start = -(-self.place // alignment) * alignment
+        start = -(-self.position // alignment) * alignment
         tensors = {tensor.name: tensor._replace(offset=start + tensor.offset) for tensor in infos}
         for tensor in tensors.values():
             if tensor.offset + tensor.nbytes > len(self.mapped):
@@ -105,20 +105,20 @@ class _Header:
         return GgufFile(self.path, metadata, tensors)
 
     def numbers(self, kinds: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(f"<{kinds}", self.mapped, self.place)
-        self.place += struct.calcsize(f"<{kinds}")
+        values = struct.unpack_from(f"<{kinds}", self.mapped, self.position)
+        self.position += struct.calcsize(f"<{kinds}")
         return values
 
     def count(self, count: int) -> int:
         """How many there are of what takes a byte at least."""
-        if count > len(self.mapped) - self.place:
+        if count > len(self.mapped) - self.position:
             raise ValueError(f"{count} values")
         return count
 
     def string(self) -> str:
         (length,) = self.numbers("Q")
-        start, self.place = self.place, self.place + self.count(length)
-        return self.mapped[start : self.place].decode("utf-8", errors="replace")
+        start, self.position = self.position, self.position + self.count(length)
+        return self.mapped[start : self.position].decode("utf-8", errors="replace")
 
     def entry(self) -> tuple[str, Any]:
         name, (kind,) = self.string(), self.numbers("I")

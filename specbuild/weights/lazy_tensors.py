@@ -193,8 +193,8 @@ class Stacked(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """As a module keeps them."""
-        own = self.parts[0].shape
-        return len(self.parts), *(reversed(own) if self.is_transposed else own)
+        part_shape = self.parts[0].shape
+        return len(self.parts), *(reversed(part_shape) if self.is_transposed else part_shape)
 
     @property
     def dtype(self) -> torch.dtype:

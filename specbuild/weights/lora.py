@@ -58,17 +58,17 @@ class Adapter:
                 if {tied, owner} & changed and missing not in names and there in names:
                     result[missing], names[missing] = stored[names[there]], missing
         for name, reader in self.replaced.items():
-            place = self._place(name, names)
-            self._require_shape(name, reader.shape, result[place].shape)
-            result[place] = reader
+            target = self._place(name, names)
+            self._require_shape(name, reader.shape, result[target].shape)
+            result[target] = reader
         modules = dict(model.named_modules())
         for module, pair in self.factors.items():
-            place = self._place(f"{module}.weight", names)
+            target = self._place(f"{module}.weight", names)
             turned = isinstance(modules.get(module), Conv1D | torch.nn.Embedding)
             shape = pair["B"].shape[0], pair["A"].shape[1]
-            self._require_shape(module, shape[::-1] if turned else shape, result[place].shape)
+            self._require_shape(module, shape[::-1] if turned else shape, result[target].shape)
             scaling = self._scaling(module, pair["A"].shape[0])
-            result[place] = Added(result[place], pair["A"], pair["B"], scaling, turned)
+            result[target] = Added(result[target], pair["A"], pair["B"], scaling, turned)
         return result
 
     def _place(self, name: str, names: Mapping[str, str]) -> str:
@@ -79,20 +79,20 @@ class Adapter:
             )
         return names[name]
 
-    def _require_shape(self, name: str, own: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        if own != shape:
+    def _require_shape(self, name: str, adapter_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        if adapter_shape != shape:
             raise CheckpointError(
-                f"{self.directory / WEIGHTS_NAME}: {name} has the shape {list(own)}, and the model's is {list(shape)}; "
-                "give the checkpoint that the adapter was trained for"
+                f"{self.directory / WEIGHTS_NAME}: {name} has the shape {list(adapter_shape)}, and the model's is "
+                f"{list(shape)}; give the checkpoint that the adapter was trained for"
             )
 
     def _scaling(self, module: str, rank: int) -> float:
         patterns = self.config.get("alpha_pattern") or {}
         try:
-            own = [alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)]
+            matching = [alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)]
         except (AttributeError, re.error) as error:
             raise CheckpointError(f"{self.directory / CONFIG_NAME}: alpha_pattern {patterns!r}: {error}") from error
-        alpha = [*own, self.config.get("lora_alpha", 8)][0]
+        alpha = [*matching, self.config.get("lora_alpha", 8)][0]
         if not isinstance(alpha, int | float):
             raise CheckpointError(f"{self.directory / CONFIG_NAME}: lora_alpha {alpha!r} of {module} is no number")
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
@@ -135,15 +135,15 @@ def read_adapter(directory: Path) -> Adapter:
         raise CheckpointError(f"{path}: missing; expected the weights of an adapter, as peft's save_pretrained writes")
     adapter = Adapter(directory, {}, {}, config)
     for name, entry in check_file(path).entries.items():
-        own = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
-        if match := _FACTOR.fullmatch(own):
+        target = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        if match := _FACTOR.fullmatch(target):
             adapter.factors.setdefault(match[1], {})[match[2]] = StoredTensor(entry)
-        elif "lora_" in own or not name.startswith(_PREFIX):
+        elif "lora_" in target or not name.startswith(_PREFIX):
             raise UnsupportedModelError(
                 f"{path}: {name} is no tensor of a LoRA that can be merged; expected {_PREFIX}.."
             )
         else:
-            adapter.replaced[own] = StoredTensor(entry)
+            adapter.replaced[target] = StoredTensor(entry)
     for module, pair in adapter.factors.items():
         shapes = {letter: list(reader.shape) for letter, reader in pair.items()}
         if {len(shape) for shape in shapes.values()} != {2} or len(pair) < 2 or shapes["A"][0] != shapes["B"][1]:

@@ -29,10 +29,10 @@ def lazy(
 ) -> ir.LazyTensor:
     """A tensor whose values ``make`` computes when they are asked for."""
 
-    def made() -> ir.TensorProtocol:
+    def read_tensor() -> ir.TensorProtocol:
         return ir.Tensor(np.asarray(make(), order="C"), dtype)
 
-    return ir.LazyTensor(made, dtype, ir.Shape(shape), name=name)
+    return ir.LazyTensor(read_tensor, dtype, ir.Shape(shape), name=name)
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,11 @@ def shared_activation(parts: Sequence[Packed]) -> Activation | None:
 
     Of fixed scales it is the largest, which cuts nothing off. Codes are floats, so it costs next to nothing.
     """
-    activations = [one.activation for one in parts]
-    first, scales = activations[0], [one.scale for one in activations if one is not None and one.scale is not None]
+    activations = [part.activation for part in parts]
+    first, scales = activations[0], [part.scale for part in activations if part is not None and part.scale is not None]
     if (
         first is None
-        or any(one is None or one.form != first.form for one in activations)
+        or any(part is None or part.form != first.form for part in activations)
         or 0 < len(scales) < len(activations)
     ):
         return None
@@ -162,21 +162,21 @@ def side_by_side(parts: Sequence[Packed]) -> Packed | None:
     if not others:
         return first
     alike = all(
-        one.codes.dtype == first.codes.dtype
-        and one.scales.dtype == first.scales.dtype
-        and (one.zero_points is None) == (first.zero_points is None)
-        and (one.block, one.axis, one.activation) == (first.block, 1, first.activation)
-        and _value(one.scale_units) == _value(first.scale_units)
-        and not one.has_extras
-        for one in parts
+        part.codes.dtype == first.codes.dtype
+        and part.scales.dtype == first.scales.dtype
+        and (part.zero_points is None) == (first.zero_points is None)
+        and (part.block, part.axis, part.activation) == (first.block, 1, first.activation)
+        and _value(part.scale_units) == _value(first.scale_units)
+        and not part.has_extras
+        for part in parts
     )
     if not alike:
         return None
-    zero_points = [of_channels(one, one.zero_points) for one in parts if one.zero_points is not None]
+    zero_points = [of_channels(part, part.zero_points) for part in parts if part.zero_points is not None]
     return replace(
         first,
-        codes=_joined([one.codes for one in parts]),
-        scales=_joined([of_channels(one, one.scales) for one in parts]),
+        codes=_joined([part.codes for part in parts]),
+        scales=_joined([of_channels(part, part.scales) for part in parts]),
         zero_points=_joined(zero_points) if zero_points else None,
     )
 

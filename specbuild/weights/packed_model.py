@@ -103,7 +103,7 @@ def use_dequantized(model: Any, packed: PackedModel, directory: Path) -> None:
             reader = PackedReader(weight, name in transposed)
             parameter.source = Weight(name, torch.float32, reader, directory)
         if experts := packed.experts.get(name):
-            matrices = tuple(PackedReader(one) for one in experts)
+            matrices = tuple(PackedReader(expert) for expert in experts)
             stacked = Stacked(matrices, is_transposed=name.rpartition(".")[0] in by_input)
             parameter.source = Weight(name, torch.float32, stacked, directory)
         if table := packed.tables.get(name):

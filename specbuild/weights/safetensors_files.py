@@ -62,7 +62,7 @@ def check_weights(directory: Path) -> Weights:
     parts = [check_file(shard) for shard in shards]
     if (directory / GGUF_INDEX_NAME).is_file():
         parts.append(_check_gguf(directory))
-    return Weights(sum(one.nbytes for one in parts), {k: v for one in parts for k, v in one.entries.items()}, {})
+    return Weights(sum(part.nbytes for part in parts), {k: v for part in parts for k, v in part.entries.items()}, {})
 
 
 def _check_gguf(directory: Path) -> Weights:
@@ -71,7 +71,7 @@ def _check_gguf(directory: Path) -> Weights:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(name in file.tensors for name in names.values()):
         raise CheckpointError(f"{index}: names tensors that {file.path} does not have; remove {directory}")
-    tensors = {name: file.tensors[own] for name, own in names.items()}
+    tensors = {name: file.tensors[stored] for name, stored in names.items()}
     entries = {
         name: Entry(file.path, tensor.offset, (tensor.nbytes // tensor.row_bytes, tensor.row_bytes), "U8")
         for name, tensor in tensors.items()

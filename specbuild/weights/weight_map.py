@@ -54,9 +54,11 @@ def find_origins(model: PreTrainedModel, mapping: list[Any], stored: dict[str, R
 def names_of_stored(model: PreTrainedModel, mapping: list[Any], stored: dict[str, Reader]) -> dict[str, str]:
     """The names of the ``stored`` tensors that ``model`` takes, by these and, taken whole, by the model's names too."""
     name_of = _namer(model, deepcopy(mapping))  # Renamings remember what they have seen.
-    found = {name: name_of(name) for name in stored}
-    taken = {name: name for name, (own, _) in found.items() if own is not None}
-    return taken | {own: name for name, (own, pattern) in found.items() if own is not None and pattern is None}
+    matches = {name: name_of(name) for name in stored}
+    taken = {name: name for name, (parameter, _) in matches.items() if parameter is not None}
+    return taken | {
+        parameter: name for name, (parameter, pattern) in matches.items() if parameter is not None and pattern is None
+    }
 
 
 def _namer(model: PreTrainedModel, mapping: list[Any]) -> Callable[[str], tuple[str | None, str | None]]:
@@ -91,7 +93,7 @@ def stack_numbered(model: PreTrainedModel, mapping: list[Any], stored: dict[str,
         names = [numbered.get(number) for number in range(len(numbered))]
         if parameter is None or pattern is not None or name_of(next(iter(numbered.values())))[0] is not None:
             continue
-        parts = tuple(result.pop(own) for own in names if own is not None)
+        parts = tuple(result.pop(part) for part in names if part is not None)
         owner = model.get_submodule(parameter.rpartition(".")[0])
         result[name] = Stacked(parts, is_transposed=bool(getattr(owner, "is_transposed", False)))
     return result
@@ -114,8 +116,8 @@ class _Conversion:
             patterns = self.converter.source_patterns
         for pattern, tensor in zip(patterns, tensors, strict=True):
             converter.add_tensor(self.first, self.first, pattern, lambda tensor=tensor: tensor)
-        made = converter.convert(self.first, model=self.model, config=self.model.config)
-        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+        converted = converter.convert(self.first, model=self.model, config=self.model.config)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in converted.items()}
 
     def experts(self, axes: int) -> list[list[Reader]]:
         """The sources of each expert, where experts are only stacked; nothing where they are not."""

@@ -82,9 +82,9 @@ def _ways(backend: Backend) -> list[_Way]:
 
 def _cut(chunks: tuple[int, ...], tokens: int) -> Iterator[int]:
     for chunk in chunks:
-        if own := min(chunk, tokens):
-            yield own
-        tokens -= own
+        if size := min(chunk, tokens):
+            yield size
+        tokens -= size
 
 
 def _num_tokens(backend: Backend) -> int:
@@ -125,20 +125,20 @@ def _numbers(tensor: npt.NDArray[Any]) -> bytes:
 
 def _feed(backend: Backend, way: _Way, length: int) -> _Bits:
     """Feed a row that has ``length`` tokens; what is random about the row itself is the same in every call."""
-    own, others = np.random.default_rng(0), np.random.default_rng([way.batch, way.row, *way.chunks])
+    row_generator, others = np.random.default_rng(0), np.random.default_rng([way.batch, way.row, *way.chunks])
     vocab_size, batch, row = backend.config.graph.vocab_size, way.batch, way.row
-    text = own.integers(0, vocab_size, _TOKENS)
+    text = row_generator.integers(0, vocab_size, _TOKENS)
     positions = -(-(length + _TOKENS + _STEP) // _STEP) * _STEP + way.more_positions
     backend.resize(batch, positions, 0)
     value_bits = backend.config.graph.value_bits
     for number, tensor in enumerate(backend.cache.part(0, batch)):
         bits = value_bits and (value_bits if number % 2 else 8)
-        held = own.standard_normal((tensor.shape[1], length, tensor.shape[3]), np.float32)
+        held = row_generator.standard_normal((tensor.shape[1], length, tensor.shape[3]), np.float32)
         tensor[...] = 0
         tensor[:, :, :length] = _stored(held * others.uniform(0, 2, (batch, 1, 1, 1)), bits)
         tensor[row, :, :length] = _stored(held, bits)
     for state in backend.cache.states(0, batch):
-        held = own.standard_normal(state.shape[1:], np.float32)
+        held = row_generator.standard_normal(state.shape[1:], np.float32)
         state[...] = held * others.uniform(0, 2, (batch, *[1] * held.ndim))
         state[row] = held
     logits: dict[int, npt.NDArray[np.float32]] = {}

@@ -29,8 +29,8 @@ def describe_runtime(config: EngineConfig) -> str:
     from specrun.backends.ort_session import import_ort
 
     runtime = f"{describe_processor()}, onnxruntime {import_ort().__version__}"
-    if config.backend.needs_cpu_operators and (own := cpu_operators.library()):
-        runtime += f", operators {_digest(own)}"
+    if config.backend.needs_cpu_operators and (library := cpu_operators.library()):
+        runtime += f", operators {_digest(library)}"
     return runtime
 
 
@@ -63,22 +63,22 @@ def known_here(
 
 def _keep(key: str, value: JsonValue) -> None:
     try:
-        place = _place()
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path = _file()
+        path.parent.mkdir(parents=True, exist_ok=True)
         known = dict([*_read().items(), (key, value)][-_MOST:])
-        write_whole(place, json.dumps(known).encode())
+        write_whole(path, json.dumps(known).encode())
     except (OSError, RuntimeError):
         return
 
 
-def _place() -> Path:
+def _file() -> Path:
     return user_cache() / "probes.json"
 
 
 def _read() -> dict[str, JsonValue]:
     """What cannot be read counts as nothing."""
     try:
-        known = json.loads(read_small(_place()))
+        known = json.loads(read_small(_file()))
     except (OSError, ValueError, RecursionError, RuntimeError):  # RuntimeError: there is no home.
         return {}
     return known if isinstance(known, dict) else {}

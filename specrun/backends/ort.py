@@ -39,7 +39,7 @@ MAX_ROUND_LEN = 16
 
 
 class OrtBackend(Backend):
-    """See ``Backend``. Inputs, outputs and cache are bound by address, so nothing is copied."""
+    """An engine in ONNX Runtime. Inputs, outputs and cache are bound by address, so nothing is copied."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class OrtBackend(Backend):
         logits = self._logits[:size].reshape(shape)
         if (rows := self._rows.get((first, num_rows, shared))) is None:
             rows = self._values(first, num_rows)
-        made = OrtPass(self._session, self.config.graph, rows, query_len, logits)
+        ort_pass = OrtPass(self._session, self.config.graph, rows, query_len, logits)
         if first == 0 and query_len <= MAX_ROUND_LEN:  # Prompts are read anywhere, in any length.
-            self._passes[key], self._rows[first, num_rows, shared] = made, rows
-        return made
+            self._passes[key], self._rows[first, num_rows, shared] = ort_pass, rows
+        return ort_pass
 
     def _values(self, first: int, num_rows: int) -> list[Any]:
         """``values_of`` rows of the cache."""
@@ -124,7 +124,7 @@ class OrtBackend(Backend):
 
 
 class OrtPass:
-    """See ``Pass``. A session's inputs and outputs for one shape and some rows of the cache: bound once, run often."""
+    """A session's inputs and outputs for one shape and some rows of the cache: bound once, run often."""
 
     def __init__(
         self,

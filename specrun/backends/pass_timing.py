@@ -46,15 +46,15 @@ def time_passes(backend: Backend) -> PassTimes:
     sizes = {batch: [size for size in tokens if batch == 1 or batch * size <= _MOST_TOKENS] for batch in rows}
     taken: list[list[float]] = []
     while not taken or (len(taken) < _TURNS and time.monotonic() - began < _SECONDS):
-        taken.append([one for batch in rows for one in _seconds(backend, batch, sizes[batch])])
+        taken.append([pass_seconds for batch in rows for pass_seconds in _seconds(backend, batch, sizes[batch])])
     turns = np.array(taken)
     # Machines get faster and slower within seconds. So sizes are compared within a turn, not with another turn's.
     pace = np.exp(np.log(turns).mean(1, keepdims=True))
     measured = iter((np.median(turns / pace, axis=0) * pace.min()).tolist())
     seconds = []
     for batch in rows:
-        own = list(itertools.islice(measured, len(sizes[batch])))
-        seconds.append([max(own[0], between(sizes[batch], own, size)) for size in tokens])
+        batch_seconds = list(itertools.islice(measured, len(sizes[batch])))
+        seconds.append([max(batch_seconds[0], between(sizes[batch], batch_seconds, size)) for size in tokens])
     runtime = describe_runtime(backend.config)
     return PassTimes(rows=rows, tokens=tuple(tokens), seconds=tuple(map(tuple, seconds)), processor=runtime)
 

@@ -171,12 +171,12 @@ def _read_answers(path: Path, questions: Path) -> tuple[array[int], list[int], i
             if not line.endswith(b"\n") and any(text.startswith(line[: len(text)]) for text in _BEGINNINGS):
                 break
             answer = _answer(line)
-            place = place_of(answer)
-            if place is None or place.line > most:
+            position = place_of(answer)
+            if position is None or position.line > most:
                 raise RequestError(f"{path}: line {number} is no answer of an earlier run; give another --output_file")
-            _note(digests, place)
+            _note(digests, position)
             if is_failure(answer):
-                failed.append(place.line)
+                failed.append(position.line)
             end += len(line)
     return digests, failed, end
 
@@ -192,11 +192,11 @@ def _count(digests: array[int]) -> int:
     return sum(digest != 0 for digest in digests)
 
 
-def _note(digests: array[int], place: Place) -> None:
-    missing = place.line + 1 - len(digests)
+def _note(digests: array[int], position: Place) -> None:
+    missing = position.line + 1 - len(digests)
     if missing > 0:
         digests.frombytes(bytes(8 * missing))
-    digests[place.line] = int(place.digest, 16)
+    digests[position.line] = int(position.digest, 16)
 
 
 def _require_same_questions(path: Path, questions: Path, digests: array[int]) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
 
+from typing_extensions import override
+
 from specrun import arguments
 from specrun.errors import RequestError, SpecError
 from specrun.openai.answers import DEFAULT_RESPONSE_OPTIONS, Answer, ResponseOptions
@@ -42,8 +44,8 @@ _OTHER_NAMES = {
     "stop_token_ids": "stop_ids",
 }
 """OpenAI's and vLLM's names of options."""
-_SAMPLING = [one.name for one in fields(SamplingParams)]
-_OPTIONS = [one.name for one in fields(RequestOptions)]
+_SAMPLING = [field.name for field in fields(SamplingParams)]
+_OPTIONS = [field.name for field in fields(RequestOptions)]
 
 
 @dataclass(frozen=True)
@@ -109,15 +111,15 @@ def digest_of(line: bytes) -> str:
 
 def read_question(line: bytes, number: int, defaults: Defaults) -> Question:
     """The question in a line. number: the line's, from 1."""
-    place = Place(number, digest_of(line))
-    form: AnswerForm = _OwnForm(place)
+    position = Place(number, digest_of(line))
+    form: AnswerForm = _OwnForm(position)
     try:
         content = _content(line)
         if any(name in content for name in _OPENAI):
-            form = _OpenAIForm(place, content, defaults.model)
+            form = _OpenAIForm(position, content, defaults.model)
             return Question(form, _openai_request(content, defaults))
         if "id" in content:
-            form = _OwnForm(place, {"id": content.pop("id")})
+            form = _OwnForm(position, {"id": content.pop("id")})
         return Question(form, _own_request(content, defaults))
     except RequestError as error:
         return Question(form, error)
@@ -141,10 +143,10 @@ def place_of(answer: object) -> Place | None:
         return None
     line, digest = answer.get("line"), answer.get("line_sha256")
     if "custom_id" in answer:
-        _, _, place = str(answer.get("id")).partition("-")
+        _, _, identity = str(answer.get("id")).partition("-")
     else:
-        place = f"{line}-{digest}"
-    match = re.fullmatch(r"([1-9][0-9]{0,17})-([0-9a-f]{16})", place)
+        identity = f"{line}-{digest}"
+    match = re.fullmatch(r"([1-9][0-9]{0,17})-([0-9a-f]{16})", identity)
     return Place(int(match[1]), match[2]) if match else None
 
 
@@ -185,23 +187,23 @@ def _own_request(content: Mapping[str, Any], defaults: Defaults) -> ParsedReques
 
 
 @dataclass(frozen=True)
-class _OwnForm:
+class _OwnForm(AnswerForm):
     """``answers``, one for each of the n, or ``error``."""
 
-    place: Place
+    position: Place
     head: Mapping[str, Any] = field(default_factory=dict)
     """The question's ``id``, where it has one."""
 
+    @override
     def answer(self, requests: Sequence[Request], parsed: ParsedRequest, names: TokenBytes | None) -> dict[str, Any]:
-        """See AnswerForm."""
         return self._line({"answers": [as_object(request) for request in requests]})
 
+    @override
     def failure(self, error: SpecError) -> dict[str, Any]:
-        """See AnswerForm."""
         return self._line({"error": str(error)})
 
     def _line(self, rest: dict[str, Any]) -> dict[str, Any]:
-        return {**self.head, "line": self.place.line, "line_sha256": self.place.digest, **rest}
+        return {**self.head, "line": self.position.line, "line_sha256": self.position.digest, **rest}
 
 
 # ------------------------------------------------------------------------------------------------------ OpenAI's form
@@ -223,26 +225,26 @@ def _openai_request(content: Mapping[str, Any], defaults: Defaults) -> ParsedReq
     return ParsedRequest(body.prompts, body.params, options, body.n, body.response_options)
 
 
-class _OpenAIForm:
+class _OpenAIForm(AnswerForm):
     """``response`` with a status and a body, as the server's would be."""
 
-    def __init__(self, place: Place, content: Mapping[str, Any], model: str) -> None:
+    def __init__(self, position: Place, content: Mapping[str, Any], model: str) -> None:
         """model: the model's name where the body has none."""
         body = content.get("body")
         named = body.get("model") if isinstance(body, dict) else None
         self._model = named if isinstance(named, str) else model
-        self._identity = f"{place.line}-{place.digest}"
+        self._identity = f"{position.line}-{position.digest}"
         self._custom_id = content.get("custom_id")
         self._url = content.get("url", "")
 
+    @override
     def answer(self, requests: Sequence[Request], parsed: ParsedRequest, names: TokenBytes | None) -> dict[str, Any]:
-        """See AnswerForm."""
         answers = [Answer.of(request, names, parsed.response_options) for request in requests]
         shape, created = _SHAPES[self._url], int(time.time())
         return self._line(200, whole_answer(shape, answers, parsed.n, Head(self._identity, created, self._model)))
 
+    @override
     def failure(self, error: SpecError) -> dict[str, Any]:
-        """See AnswerForm."""
         if isinstance(error, RequestError):
             return self._line(400, error_body(str(error), "invalid_request_error", field_of(error)))
         return self._line(500, error_body(str(error), "server_error"))

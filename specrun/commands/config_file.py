@@ -29,11 +29,11 @@ def _use(context: click.Context, _option: click.Parameter, file: Path | None) ->
         if key not in known:
             close = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.0)[0]
             raise RequestError(f"{file}: no command has an option {key!r}; did you mean {close!r}?")
-    own = dict(_names(context.command))  # Options of other commands are theirs.
+    options = dict(_names(context.command))  # Options of other commands are theirs.
     context.default_map = {
-        str(own[key].name): _value(own[key], value)
+        str(options[key].name): _value(options[key], value)
         for key, value in settings.items()
-        if key in own and value is not None
+        if key in options and value is not None
     }
 
 
@@ -50,7 +50,7 @@ def _value(param: click.Parameter, value: Any) -> Any:
     if isinstance(value, bool):
         return value
     if param.multiple or param.nargs != 1:
-        return [str(one) for one in (value if isinstance(value, list) else [value])]
+        return [str(item) for item in (value if isinstance(value, list) else [value])]
     return str(value)
 
 

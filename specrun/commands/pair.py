@@ -37,7 +37,7 @@ def _consistent(config: DraftTargetConfig) -> DraftTargetConfig:
     """Raises click's UsageError for a size of what is not used."""
     if config.max_tokens_in_kv_cache is not None and not config.reuse_blocks:
         command = click.get_current_context().command
-        switch = next(one.opts[0] for one in command.params if one.name == "reuse_blocks")
+        switch = next(param.opts[0] for param in command.params if param.name == "reuse_blocks")
         raise click.UsageError(f"--max_tokens_in_kv_cache needs the prefix cache; give {switch}")
     return config
 

@@ -72,10 +72,10 @@ def tune(
 
     if not (texts.input_text or texts.input_file or texts.prompts):
         texts = replace(texts, prompts="builtin")
-    own = {"acceptance": "logits"} if use_logits else {}
+    common_options = {"acceptance": "logits"} if use_logits else {}
     if tokenizer_dir:
-        own["tokenizer_dir"] = str(tokenizer_dir.absolute())
-    bench = {**own, "output_len": output_len, "chat": chat, "seed": params.seed, **given_sampling(params)}
+        common_options["tokenizer_dir"] = str(tokenizer_dir.absolute())
+    bench = {**common_options, "output_len": output_len, "chat": chat, "seed": params.seed, **given_sampling(params)}
     if params.logit_bias:
         bench["logit_bias"] = ",".join(f"{token}:{bias}" for token, bias in params.logit_bias.items())
     settings = replace(settings, bench=bench)
@@ -83,8 +83,8 @@ def tune(
         model, models or ["suffix"], texts.read(), settings, build, lambda line: click.echo(line, err=True)
     )
     if not tuned.best.draft:
-        own.pop("acceptance", None)
-    _show(tuned, tuning.as_options(tuned.best, model, build) | own, output_file)
+        common_options.pop("acceptance", None)
+    _show(tuned, tuning.as_options(tuned.best, model, build) | common_options, output_file)
 
 
 def _show(tuned: Tuned, settings: dict[str, Any], file: Path) -> None:

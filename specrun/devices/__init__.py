@@ -111,4 +111,4 @@ class Device(Protocol):
         """Why no work can be done here any more; None: it can. Any thread may ask, also during a capture."""
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""

@@ -30,12 +30,12 @@ def memory_left() -> int | None:
 
 
 @cache
-def _memory_files(root: Path, own: Path) -> list[tuple[Path, Path]]:
+def _memory_files(root: Path, group: Path) -> list[tuple[Path, Path]]:
     """Limit and use of each group. A process stays where it is, so they are looked for once."""
     names = (("max", "current"), ("limit_in_bytes", "usage_in_bytes"))
     pairs = [
         (folder / f"memory.{limit}", folder / f"memory.{used}")
-        for folder in _folders("memory", root, own)
+        for folder in _folders("memory", root, group)
         for limit, used in names
     ]
     return [(limit, used) for limit, used in pairs if used.is_file()]
@@ -55,8 +55,10 @@ def _folders(controller: str, top: Path, own_groups: Path) -> Iterator[Path]:
             root = top / names if (top / names).is_dir() else top / controller
         else:
             continue
-        own = Path(path.lstrip("/"))
-        yield from (root / part for part in (own, *own.parents) if ".." not in part.parts and (root / part).is_dir())
+        group = Path(path.lstrip("/"))
+        yield from (
+            root / part for part in (group, *group.parents) if ".." not in part.parts and (root / part).is_dir()
+        )
 
 
 def _lines(path: Path) -> list[str]:

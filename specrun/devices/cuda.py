@@ -34,7 +34,7 @@ def compile_kernels(arch: str, text: str, form: str = "cubin") -> Any:
 
 
 class CudaDevice(Device):
-    """See ``Device``. It knows the kernels that were added to it.
+    """A GPU through NVIDIA's driver, with the kernels that were added to it.
 
     Memory is the driver's own, visible to every stream; nothing is allocated in a round.
     """
@@ -205,7 +205,7 @@ class CudaDevice(Device):
     def _require_replayable(self, graph: Any) -> None:
         """Raise BackendError where ``graph`` calls the host, copies from it, or copies to memory that is not ours.
 
-        Somebody computes with such bytes on the host, which no replay does again.
+        The host computes with such bytes, and a replay does not repeat that.
         """
         driver = self._driver
         kinds = driver.CUgraphNodeType
@@ -230,8 +230,8 @@ class CudaDevice(Device):
             return int(host)
         if kind != kinds.CU_MEMORYTYPE_UNIFIED:
             return None
-        code, found = self._driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, int(unified))
-        is_device = not int(code) and found == kinds.CU_MEMORYTYPE_DEVICE  # CUDA does not know pageable memory.
+        code, memory_type = self._driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, int(unified))
+        is_device = not int(code) and memory_type == kinds.CU_MEMORYTYPE_DEVICE  # CUDA does not know pageable memory.
         return None if is_device else int(unified)
 
     def _is_pinned(self, address: int) -> bool:
@@ -330,7 +330,7 @@ class CudaDevice(Device):
 
 
 class CudaEvent(DeviceEvent):
-    """See ``DeviceEvent``. Made by ``CudaDevice.event``."""
+    """An event of the driver, as ``CudaDevice.event`` creates it."""
 
     def __init__(self, device: CudaDevice, event: Any) -> None:
         self._device = device

@@ -41,7 +41,7 @@ class Communicators:
         self._handles = (ctypes.c_void_p * 0)()
 
     def close(self) -> None:
-        """Give them back. Whatever uses one must have been closed before."""
+        """Free them. Whatever uses one must have been closed before."""
         for handle in self._handles:
             self._library.ncclCommDestroy(ctypes.c_void_p(handle))
 

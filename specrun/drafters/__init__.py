@@ -18,6 +18,7 @@ from typing import Any
 
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import SpecError
+from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request
 from specrun.runners.cached_texts import CachedTexts
 from specrun.sampling.sampler import Floats
@@ -42,8 +43,8 @@ class Proposal:
 
     def drop_last(self) -> None:
         """Take the last token back, which was drawn."""
-        for own in (self.tokens, self.probs, self.confidences):
-            del own[-1:]
+        for values in (self.tokens, self.probs, self.confidences):
+            del values[-1:]
 
 
 class BaseDrafter:
@@ -75,7 +76,7 @@ class Drafter(BaseDrafter, ABC):
     """Proposes on the host."""
 
     @abstractmethod
-    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
+    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> list[Proposal]:
         """The proposal for the request in each row: at most ``plan.lens[row]`` draft tokens with those that are forced.
 
         forced: the first draft tokens of each row, which its grammar has decided.

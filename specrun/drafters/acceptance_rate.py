@@ -1,4 +1,4 @@
-"""How likely a draft token is accepted: by what was accepted lately, and by what the drafter says of the token."""
+"""How likely a draft token is accepted: by the recent acceptance rate, and by the drafter's own probability of it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ drafted must not depend on what is drawn there (DSpark, section 3.3).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from typing_extensions import override
 
@@ -20,6 +20,7 @@ from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.head import HeadDrafter
 from specrun.drafters.markov import Markov
 from specrun.errors import SpecError
+from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request
 from specrun.runners.cached_texts import HostTexts
 from specrun.runners.host_runner import ModelRunner
@@ -38,8 +39,8 @@ class ParallelDrafter(HeadDrafter):
         confidence: float | None = 0.0,
         markov: Markov | None = None,
     ) -> None:
-        """See ``ModelDrafter``. confidence: of a head with a confidence head, that one's opinion of the next token
-        counts, and in all texts.
+        """Arguments as for ``ModelDrafter``. confidence: a confidence head, where there is one, decides in place of the
+        draft's own probabilities, and in all texts. markov: matrices of a Markov head.
         """
         self._graph = runner.backend.config.graph
         asks_head = self._graph.has_confidence and confidence is not None
@@ -47,8 +48,8 @@ class ParallelDrafter(HeadDrafter):
         self._markov = markov
         self._least = _logit(confidence) if asks_head and confidence is not None else -math.inf
         """The lowest logit of the confidence head with which a draft goes on."""
-        self._places: Floats
-        """The logits of this round's places, [B, g or more, V]."""
+        self._block: Floats
+        """[B, g or more, V]: the logits of this round's draft tokens."""
 
     @override
     def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> HostTexts:
@@ -65,35 +66,28 @@ class ParallelDrafter(HeadDrafter):
         return len(request.tokens) - 1
 
     @override
-    def _logits(
-        self,
-        requests: Sequence[Request],
-        plan: DraftPlan,
-        forced: Sequence[Sequence[int]],
-        proposals: Sequence[Proposal],
-        growing: Sequence[int],
-        step: int,
-    ) -> list[Floats]:
-        """Drafted tokens change nothing of those behind them, but by ``Markov``."""
-        if step == 0:
-            wanted = [max(1, count) for count in plan.lens]
-            behind = [[0] * (count - self._graph.sample_from_anchor) for count in wanted]
-            self._places = self.runner.forward([request.tokens for request in requests], wanted, behind)
-        drafts = [proposal.tokens for proposal in proposals]
-        return [
-            self._behind(self._places[row, len(drafts[row])], (drafts[row] or requests[row].tokens)[-1])
-            for row in growing
-        ]
+    def _read(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> Floats:
+        """Returns the logits of all of a round's draft tokens: forced ones change nothing of those behind them."""
+        wanted = [max(1, count) for count in plan.lens]
+        behind = [[0] * (count - self._graph.sample_from_anchor) for count in wanted]
+        self._block = self.runner.forward([request.tokens for request in requests], wanted, behind)
+        return self._block
+
+    @override
+    def _extend(self, growing: Collection[int]) -> Floats:
+        """Nothing is fed: drafted tokens change nothing of those behind them, but by ``Markov``."""
+        return self._block
+
+    @override
+    def _next_logits(self, logits: Floats, request: Request, proposal: Proposal) -> Floats:
+        row: Floats = logits[len(proposal.tokens)]
+        return self._markov.applied(row, (proposal.tokens or request.tokens)[-1]) if self._markov else row
 
     @override
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
         """The draft ends before a token of which the confidence head expects too little."""
         if not logits[-1] < self._least:
             super()._draw(logits, request, proposal)
-
-    def _behind(self, logits: Floats, before: int) -> Floats:
-        """The logits of a place behind the token ``before``."""
-        return self._markov.applied(logits, before) if self._markov else logits
 
 
 def _logit(probability: float) -> float:

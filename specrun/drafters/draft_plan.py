@@ -1,4 +1,4 @@
-"""What a round is told of its drafts."""
+"""How many tokens a round drafts, and where its drafts end."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class DraftPlan(NamedTuple):
         """The most draft tokens of a row."""
         return max(self.lens, default=0)
 
-    def keeps(self, place: int, survival: float) -> bool:
-        """Whether a row's draft token is verified. place: 0 for its first one."""
-        return not self.min_survival or survival >= self.min_survival[place]
+    def keeps(self, index: int, survival: float) -> bool:
+        """Whether a row's draft token is verified. index: 0 for its first one."""
+        return not self.min_survival or survival >= self.min_survival[index]
 
     def step_pays(self, step: int, survivals: Sequence[float]) -> bool:
         """Whether rows draft another token. step: 0 for their first. survivals: its, for each row that may have it."""

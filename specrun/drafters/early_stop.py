@@ -28,14 +28,14 @@ class EarlyStop:
         likely = self._accepted.rate(0.7, 4.0)
         return step > 0 and not self._plan.step_pays(step, [self._survival[row] * likely for row in growing])
 
-    def keeps(self, row: int, place: int, probability: float) -> bool:
-        """Follow a row's next token; whether it is to be verified. place: in the draft. probability: the model's."""
+    def keeps(self, row: int, index: int, probability: float) -> bool:
+        """Follow a row's next token; whether it is to be verified. index: in the draft. probability: the model's."""
         # What is dropped teaches nothing, so tokens are dropped once they are known to be bad.
         self._survival[row] *= self.calibration.acceptance(probability, doubt=1.0)
-        return self._plan.keeps(place, self._survival[row])
+        return self._plan.keeps(index, self._survival[row])
 
     def learn(self, probabilities: Sequence[float], accepted: int, evaluated: int) -> None:
         """Learn from a draft. probabilities: the model's own of its tokens, as far as it is known."""
         self._accepted.add(accepted, evaluated, 256.0)
-        for place, probability in enumerate(probabilities[:evaluated]):
-            self.calibration.add(probability, place < accepted)
+        for index, probability in enumerate(probabilities[:evaluated]):
+            self.calibration.add(probability, index < accepted)

@@ -85,14 +85,14 @@ class EditedCopy:
         first = self._position
         for length in range(1, min(MAX_EDIT, len(text) - self._end) + 1):
             *new, back = text[self._end : self._end + length]
-            places = range(first, min(len(self._source), first + length + MAX_EDIT))
-            near = [place for place in places if self._source[place] == back]
+            positions = range(first, min(len(self._source), first + length + MAX_EDIT))
+            near = [position for position in positions if self._source[position] == back]
             if near:
-                place = min(near, key=lambda place: abs(place - first - len(new)))
-                edit = Edit(tuple(self._source[first:place]), tuple(new))
+                position = min(near, key=lambda position: abs(position - first - len(new)))
+                edit = Edit(tuple(self._source[first:position]), tuple(new))
                 if edit.new and 0 < len(edit.old) <= MAX_EDIT:
                     self._edits[edit.old] = edit
-                self._position, self._end, self.matched = place + 1, self._end + length, 1
+                self._position, self._end, self.matched = position + 1, self._end + length, 1
                 return True
         if len(text) - self._end > MAX_EDIT:
             self.matched = 0

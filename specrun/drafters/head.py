@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.model import ModelDrafter
 from specrun.errors import SpecError
+from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request
 from specrun.runners.cached_texts import HostTexts
 from specrun.runners.host_runner import ModelRunner
@@ -33,9 +35,9 @@ class HeadDrafter(ModelDrafter):
         return len(request.tokens)
 
     @override
-    def _read(self, requests: Sequence[Request], forced: Sequence[Sequence[int]]) -> Floats:
+    def _read(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> Floats:
         """Forced tokens are read one by one: each needs the feature of the one before it."""
-        logits = super()._read(requests, [()] * len(requests))
+        logits = super()._read(requests, plan, [()] * len(requests))
         for step in range(max(map(len, forced))):
             before = logits.copy()
             logits = self.runner.extend([tokens[step] if step < len(tokens) else None for tokens in forced])

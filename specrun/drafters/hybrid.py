@@ -13,6 +13,7 @@ from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.suffix import SuffixDrafter
 from specrun.errors import SpecError
+from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request
 
 _MIN_GAIN = 1.1
@@ -41,7 +42,7 @@ class HybridDrafter(Drafter):
         self._proposed_at = 0.0
 
     @override
-    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
+    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> list[Proposal]:
         matched = self.suffix.find_all(requests, plan, forced, self._is_better)
         left = [0 if row in matched else count for row, count in enumerate(plan.lens)]
         self._by_model = {request for request, count in zip(requests, left, strict=True) if count}
@@ -69,7 +70,7 @@ class HybridDrafter(Drafter):
         self.model.observe(requests, outcomes, draft_len)
 
     def _is_better(self, expected: float, count: int) -> bool:
-        """Whether ``expected`` accepted tokens for nothing beat the model's, of ``count`` draft steps."""
+        """Whether a suffix draft of ``expected`` accepted tokens beats the model's draft of ``count`` steps."""
         rate = self._accepted.rate(0.7, 4.0)
         count = min(count, max(1, round(self._drafted or count)))
         by_model = sum(rate**step for step in range(1, count + 1))

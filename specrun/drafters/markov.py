@@ -22,7 +22,7 @@ from specrun.sampling.sampler import Floats
 
 @dataclass(frozen=True)
 class Markov:
-    """See above."""
+    """The two matrices of a Markov head."""
 
     w1: npt.NDArray[np.float32]
     """[V, rank]"""

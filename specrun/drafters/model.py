@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from typing_extensions import override
@@ -13,6 +13,7 @@ from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.early_stop import EarlyStop
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import RequestError, SpecError, as_spec_error
+from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request, num_accepted
 from specrun.runners.cached_texts import HostTexts
 from specrun.runners.host_runner import ModelRunner
@@ -49,8 +50,8 @@ class ModelDrafter(Drafter):
         self._use_logits = use_logits
 
     @override
-    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
-        """What follows a prompt, a rejection or full acceptance takes the same path."""
+    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> list[Proposal]:
+        """Steps after a prompt, a rejection or full acceptance are all the same."""
         proposals = self._proposals = list(map(Proposal.begin, forced))
         for row, request in enumerate(requests):
             self.runner.rows.rewind(row, len(self.texts.ids(request)) - 1)  # The last token's logits start the round.
@@ -60,9 +61,8 @@ class ModelDrafter(Drafter):
         for step in range(plan.draft_len):
             if not growing or self._early_stop.ends_before(step, growing):
                 break
-            logits = self._logits(requests, plan, forced, proposals, growing, step)
-            by_row = zip(growing, logits, strict=True)
-            growing = [row for row, own in by_row if self._grow(row, own, requests[row], proposals[row], plan)]
+            logits = self._extend(growing) if step else self._read(requests, plan, forced)
+            growing = [row for row in growing if self._grow(row, logits[row], requests[row], proposals[row], plan)]
         return proposals
 
     @override
@@ -87,35 +87,23 @@ class ModelDrafter(Drafter):
         """Positions of a row that are right behind a round, before its tokens are committed."""
         return len(request.tokens) + num_accepted(outcome)
 
-    def _logits(
-        self,
-        requests: Sequence[Request],
-        plan: DraftPlan,
-        forced: Sequence[Sequence[int]],
-        proposals: Sequence[Proposal],
-        growing: Sequence[int],
-        step: int,
-    ) -> list[Floats]:
-        """The logits [V] of the next token of each row in ``growing``."""
-        if step == 0:
-            logits = self._read(requests, forced)
-        else:
-            tokens: list[int | None] = [None] * len(requests)
-            for row in growing:
-                tokens[row] = self._own_id(proposals[row].tokens[-1])
-            logits = self.runner.extend(tokens)
-        return [logits[row, 0] for row in growing]
-
-    def _read(self, requests: Sequence[Request], forced: Sequence[Sequence[int]]) -> Floats:
-        """Feed what the cache lacks of the requests' texts, and the forced tokens behind them.
-
-        Returns the logits of the last ones, [B, 1 or more, V].
-        """
+    def _read(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> Floats:
+        """Feed what the cache lacks of texts and forced tokens. Returns the logits behind them, [B, 1 or more, V]."""
         return self.runner.forward([self.texts.ids(request) for request in requests], [1] * len(requests), forced)
 
-    def _own_id(self, token: int) -> int:
-        """The model's own id of a token that it has proposed."""
+    def _extend(self, growing: Collection[int]) -> Floats:
+        """Feed the last token of each row in ``growing``. Returns the logits behind these, [B, 1 or more, V]."""
+        last = [proposal.tokens[-1] if row in growing else None for row, proposal in enumerate(self._proposals)]
+        return self.runner.extend([None if token is None else self._draft_id(token) for token in last])
+
+    def _draft_id(self, token: int) -> int:
+        """The draft model's id of a token that it has proposed."""
         return token
+
+    def _next_logits(self, logits: Floats, request: Request, proposal: Proposal) -> Floats:
+        """The logits [V] of the token behind those of ``proposal``. logits: the row's, [1 or more, V]."""
+        row: Floats = logits[0]
+        return row
 
     def _ends_draft(self, request: Request) -> bool:
         """Whether the request's drafts end where they are improbable.
@@ -127,7 +115,7 @@ class ModelDrafter(Drafter):
     def _grow(self, row: int, logits: Floats, request: Request, proposal: Proposal, plan: DraftPlan) -> bool:
         """Draw the next token of a row, up to those of ``plan`` in all. Returns whether another one may follow."""
         length = len(proposal.tokens)
-        self._draw(logits, request, proposal)
+        self._draw(self._next_logits(logits, request, proposal), request, proposal)
         if len(proposal.tokens) == length:
             return False
         if confidences := proposal.confidences:
@@ -141,30 +129,23 @@ class ModelDrafter(Drafter):
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
         """Add the token that follows the request's and those of ``proposal``.
 
-        Nothing is added where the request's constraint allows none of the tokens that could be proposed: only this
-        branch ends there. Another error stops the request's drafting.
+        A constraint that allows none of the model's tokens ends this draft; another error, the request's drafting.
         """
-        # A padded embedding may be wider than the target's; ids beyond the target's are never proposed.
-        logits = logits[: self._vocab_size]
         params, position = request.params, len(request.tokens) + len(proposal.tokens)
-        try:
-            if request.has_logits_processors:
-                logits = request.apply_penalties(logits, proposal.tokens)
-            probability = largest_probability(logits) if self._ends_draft(request) else None
+        try:  # A padded embedding may be wider than the target's.
+            logits = request.apply_penalties(logits[: self._vocab_size], proposal.tokens)
+            confidence = [largest_probability(logits)] if self._ends_draft(request) else []
             if request.accepts_by_logits(self._use_logits):
                 q = probabilities(logits, params.at(position))
                 if missing := self._vocab_size - len(q):
                     q = np.pad(q, (0, missing))
                 token = gumbel_argmax(q, exponential_noise(params.seed, Purpose.DRAFT, position, len(q)))
-                proposal.probs = proposal.probs or deterministic(proposal.tokens, self._vocab_size)
-                proposal.probs.append(q)
+                proposal.probs = [*(proposal.probs or deterministic(proposal.tokens, self._vocab_size)), q]
             else:
                 token = sample(logits, params, position)
+            proposal.tokens.append(token)
+            proposal.confidences += confidence
         except RequestError:
-            return
+            pass
         except Exception as error:
             request.stop_drafting(as_spec_error(error))
-            return
-        proposal.tokens.append(token)
-        if probability is not None:
-            proposal.confidences.append(probability)

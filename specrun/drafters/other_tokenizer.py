@@ -17,6 +17,7 @@ from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.model import ModelDrafter
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import BackendError, SpecError
+from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request, num_accepted
 from specrun.runners.cached_texts import HostTexts
 from specrun.runners.host_runner import ModelRunner
@@ -89,7 +90,7 @@ class TranslatedDrafter(ModelDrafter):
             self._follow(request)
 
     @override
-    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
+    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> list[Proposal]:
         """What follows tokens without a counterpart is read again from where the ids part."""
         lengths = []
         for row, request in enumerate(requests):
@@ -133,13 +134,13 @@ class TranslatedDrafter(ModelDrafter):
         return [self._translator.translate([token]) for token in tokens]
 
     @override
-    def _read(self, requests: Sequence[Request], forced: Sequence[Sequence[int]]) -> Floats:
+    def _read(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> Floats:
         translated = [[token for ids in self._translate(tokens) for token in ids] for tokens in forced]
         room = [self._limit - len(self.texts.ids(request)) for request in requests]
-        return super()._read(requests, [ids[:most] for ids, most in zip(translated, room, strict=True)])
+        return super()._read(requests, plan, [ids[:most] for ids, most in zip(translated, room, strict=True)])
 
     @override
-    def _own_id(self, token: int) -> int:
+    def _draft_id(self, token: int) -> int:
         return self._translator.mapping.counterparts[token]
 
     @override

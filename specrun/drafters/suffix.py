@@ -18,6 +18,7 @@ from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.edited_copy import EditedCopy
 from specrun.errors import SpecError
+from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request
 
 MATCHED = (8, 4, 2)
@@ -109,7 +110,7 @@ class SuffixDraft(NamedTuple):
     def compare(self, committed: Sequence[int]) -> tuple[int, int]:
         """How many of the tokens are the committed ones, and how many of them this round could tell of."""
         pairs = list(zip(self.tokens, committed, strict=False))
-        agreed = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
+        agreed = next((index for index, (drafted, actual) in enumerate(pairs) if drafted != actual), len(pairs))
         return agreed, min(agreed + 1, len(pairs))
 
 
@@ -134,13 +135,13 @@ def follow(matches: Sequence[Match], count: int, rate: float) -> tuple[list[int]
             break
         drafts.append(token)
         survival.append(probability)
-        alive = [place for place, next_token in zip(alive, following, strict=True) if next_token == token]
+        alive = [occurrence for occurrence, next_token in zip(alive, following, strict=True) if next_token == token]
     return drafts, survival
 
 
 def _longest_that_pays(plan: DraftPlan, survivals: Sequence[Sequence[float]]) -> int:
     """The most draft tokens of a row. survivals: of each row's draft tokens."""
-    if plan.min_survival or len(plan.lens) == 1:  # Nobody waits for another row, and a step costs nothing here.
+    if plan.min_survival or len(plan.lens) == 1:  # No row waits for another one, and a step costs nothing here.
         return plan.draft_len
     for count in range(plan.draft_len):
         if not plan.step_pays(count, [survival[count] for survival in survivals if len(survival) > count]):
@@ -159,7 +160,7 @@ class SuffixDrafter(Drafter):
     def __init__(self, use_logits: bool, shares_texts: bool = True) -> None:
         """use_logits: of requests that do not say. shares_texts: whether any request sees other texts."""
         self._use_logits, self._shares_texts = use_logits, shares_texts
-        self._own: WeakKeyDictionary[Request, tuple[Index, EditedCopy]] = WeakKeyDictionary()
+        self._followed: WeakKeyDictionary[Request, tuple[Index, EditedCopy]] = WeakKeyDictionary()
         """Index of each request's own text, and the edited copy that it is following."""
         self._past = PastTexts()
         self._accepted: dict[int, AcceptanceRate] = {}
@@ -169,13 +170,13 @@ class SuffixDrafter(Drafter):
 
     @override
     def admit(self, requests: Sequence[Request]) -> None:
-        self._own.update((request, (Index(), EditedCopy())) for request in requests)
+        self._followed.update((request, (Index(), EditedCopy())) for request in requests)
 
     def find(self, request: Request, count: int) -> SuffixDraft:
         """At most ``count`` draft tokens for ``request``. ``observe`` learns from them, proposed or not."""
-        (own, copy), tokens = self._own[request], request.tokens
-        own.add(tokens[len(own.tokens) :])
-        matches = own.matches(tokens)
+        (index, copy), tokens = self._followed[request], request.tokens
+        index.add(tokens[len(index.tokens) :])
+        matches = index.matches(tokens)
         if self._shares(request) and not request.accepts_by_logits(self._use_logits):
             matches += self._past.new.matches(tokens) + self._past.old.matches(tokens)
         longest = max((match.length for match in matches), default=0)
@@ -194,15 +195,15 @@ class SuffixDrafter(Drafter):
         return draft
 
     @override
-    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
+    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> list[Proposal]:
         drafts = self.find_all(requests, plan, forced)
-        return [Proposal(drafts[row]) if row in drafts else Proposal.begin(own) for row, own in enumerate(forced)]
+        return [Proposal(drafts[row]) if row in drafts else Proposal.begin(tokens) for row, tokens in enumerate(forced)]
 
     def find_all(
         self,
         requests: Sequence[Request],
         plan: DraftPlan,
-        forced: Sequence[Sequence[int]],
+        forced: RowIds,
         pays: Callable[[float, int], bool] = lambda expected, count: True,
     ) -> dict[int, list[int]]:
         """The draft tokens of rows that have some, as far as they are worth their verification.
@@ -217,7 +218,7 @@ class SuffixDrafter(Drafter):
         longest = _longest_that_pays(plan, [match.survival for match in matches.values()])
         drafts = {}
         for row, match in matches.items():
-            kept = [place for place, likely in enumerate(match.survival[:longest]) if not plan.keeps(place, likely)]
+            kept = [index for index, likely in enumerate(match.survival[:longest]) if not plan.keeps(index, likely)]
             worth = kept[0] if kept else min(longest, len(match.survival))
             if worth and pays(sum(match.survival[:worth]), plan.lens[row]):
                 drafts[row] = match.tokens[:worth]
@@ -239,7 +240,7 @@ class SuffixDrafter(Drafter):
     @override
     def release(self, request: Request) -> None:
         self._drafts.pop(request, None)
-        if self._own.pop(request, None) and self._shares(request):
+        if self._followed.pop(request, None) and self._shares(request):
             self._past.add(request.tokens[max(0, len(request.prompt) - MAX_MATCH) :])
 
     def _shares(self, request: Request) -> bool:

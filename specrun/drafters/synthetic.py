@@ -11,6 +11,7 @@ from typing_extensions import override
 from specrun.drafters import Drafter, Proposal
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import SpecError
+from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request
 
 
@@ -33,7 +34,7 @@ class SyntheticDrafter(Drafter):
         self._known.update(outputs)
 
     @override
-    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: Sequence[Sequence[int]]) -> list[Proposal]:
+    def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> list[Proposal]:
         proposals = self._inner.propose(requests, plan, forced) if self._inner else [*map(Proposal.begin, forced)]
         return [
             self._replaced(request, proposal, count) if request in self._known else proposal
@@ -42,9 +43,9 @@ class SyntheticDrafter(Drafter):
 
     def _replaced(self, request: Request, proposal: Proposal, planned: int) -> Proposal:
         count = len(proposal.tokens) if self._inner else planned
-        place = len(request.tokens) - len(request.prompt) + proposal.forced
-        own = self._known[request][place : place + max(0, count - proposal.forced)]
-        drawn = [token if self._random.random() < self._rate else (token + 1) % self._vocab_size for token in own]
+        start = len(request.tokens) - len(request.prompt) + proposal.forced
+        correct = self._known[request][start : start + max(0, count - proposal.forced)]
+        drawn = [token if self._random.random() < self._rate else (token + 1) % self._vocab_size for token in correct]
         return Proposal([*proposal.tokens[: proposal.forced], *drawn], forced=proposal.forced)
 
     @override

@@ -66,8 +66,8 @@ def engine_files(backend: BackendName, tp_size: int) -> list[str]:
     """The files that a backend loads, in the order of the ranks."""
     if tp_size == 1:
         return [ENGINE_FILES[backend]]
-    own = f"/{GRAPH_NAME}" if backend == "onnxruntime" else PLAN_SUFFIX
-    return [f"rank{rank}{own}" for rank in range(tp_size)]
+    suffix = f"/{GRAPH_NAME}" if backend == "onnxruntime" else PLAN_SUFFIX
+    return [f"rank{rank}{suffix}" for rank in range(tp_size)]
 
 
 Range = tuple[int, int, int]

@@ -1,4 +1,4 @@
-"""Symbolic links in a checkpoint, which may be a stranger's: none of them leads to other files of this machine."""
+"""Symbolic links in an untrusted checkpoint: none of them leads to other files of this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def require_own_files(checkpoint: Path, error: type[SpecError]) -> Path:
             target = path.resolve()
         except (OSError, RuntimeError) as cause:  # A circle.
             raise error(f"{path}: a symbolic link that leads nowhere ({cause}); remove it") from cause
-        if not any(target.is_relative_to(place) for place in inside):
+        if not any(target.is_relative_to(folder) for folder in inside):
             raise error(
                 f"{path}: a symbolic link that leaves the checkpoint (to {target}), which is not followed; if it is "
                 "yours, put a copy or a hard link of that file in its place"

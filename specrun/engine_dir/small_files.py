@@ -1,4 +1,4 @@
-"""Files that describe something: JSON of a few kilobytes, whatever a stranger has made of it."""
+"""Files that describe something: JSON of a few kilobytes, from untrusted checkpoints."""
 
 from __future__ import annotations
 

@@ -41,21 +41,21 @@ def gguf_checkpoints() -> Path:
     return user_cache() / "gguf"
 
 
-def require_own(place: Path) -> None:
+def require_own(directory: Path) -> None:
     """Raise EngineDirError for an entry that another user could have made: one of theirs, or a link elsewhere."""
     with suppress(FileNotFoundError):
-        if place.is_symlink() or place.lstat().st_uid != os.geteuid():
-            what = "is a link elsewhere" if place.is_symlink() else "belongs to another user"
+        if directory.is_symlink() or directory.lstat().st_uid != os.geteuid():
+            what = "is a link elsewhere" if directory.is_symlink() else "belongs to another user"
             raise EngineDirError(
-                f"{place}: {what}, and a cached engine must be your own; remove it, or name another cache with "
+                f"{directory}: {what}, and a cached engine must be your own; remove it, or name another cache with "
                 "XDG_CACHE_HOME"
             )
 
 
-def note_use(place: Path) -> None:
+def note_use(directory: Path) -> None:
     """Note that an entry is used now. A cache that cannot be written is left as it is."""
     with suppress(OSError):
-        os.utime(place)
+        os.utime(directory)
 
 
 def entries() -> list[Entry]:
@@ -80,12 +80,12 @@ def remove(entry: Entry) -> None:
         remove_locked(entry.path)
 
 
-def remove_locked(place: Path) -> None:
+def remove_locked(directory: Path) -> None:
     """Remove the entry, which this process has locked. Raises OSError."""
     # Under another name first: what is half removed must not be found as an engine.
-    gone = place.with_name(f".{place.name}.removed")
+    gone = directory.with_name(f".{directory.name}.removed")
     shutil.rmtree(gone, ignore_errors=True)  # What a removal that was killed has left.
-    place.rename(gone)
+    directory.rename(gone)
     shutil.rmtree(gone)
 
 

@@ -27,7 +27,7 @@ from specrun.evaluation.bench_passes import Pass, example, summarize
 from specrun.evaluation.bench_results import Result, shown_draft_len, vllm_names
 from specrun.evaluation.bench_settings import BenchSettings
 from specrun.evaluation.prompt_sets import BenchPrompt
-from specrun.evaluation.report.bandwidth import weight_bytes_of
+from specrun.evaluation.weight_bytes import weight_bytes_of
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.speculative.host_round import HostRound
@@ -58,7 +58,7 @@ def bench(
     """Measure a target with its draft beside the target alone; a result for every batch size and draft length.
 
     target, draft, build: as ``SpeculativeDecoder.open`` takes them. draft: may be None where ``settings`` name what
-    drafts without a model. prompts: texts, token ids, or either with a category, by which acceptance is told apart, and
+    drafts without a model. prompts: texts, token ids, or either with a category, by which acceptance is counted, and
     a length. Every repetition decodes them all, and some again where the last batch is not full. report: gets a line
     for every repetition. Two targets and one draft are loaded at a time.
     Raises what ``SpeculativeDecoder.open`` raises, and RequestError for prompts and batches that do not fit.
@@ -72,7 +72,7 @@ def in_order(results: Iterable[Result], settings: BenchSettings) -> list[Result]
     """By batch size and draft length, as ``settings`` have them."""
     by_place = {(result.batch_size, result.draft_len): result for result in results}
     places = [(size, draft_len) for size in settings.batch_sizes for draft_len in settings.fixed_draft_lens]
-    return [by_place[place] for place in places if place in by_place]
+    return [by_place[index] for index in places if index in by_place]
 
 
 def bench_each(
@@ -88,9 +88,9 @@ def bench_each(
     if not prompts:
         raise RequestError("no prompts: expected one or more")
     target_dir, draft_dir = engines_of(target, draft, build, check=settings.config.check)
-    rate, own = settings.synthetic_acceptance, settings.config
+    rate, base_config = settings.synthetic_acceptance, settings.config
     if rate is not None and draft_dir is None:
-        own = replace(own, draft="suffix")  # Something has to draft; it is not asked.
+        base_config = replace(base_config, draft="suffix")  # Something has to draft; it is not asked.
     bytes_read = _bytes_read(target_dir)
     notes_told = False
 
@@ -104,7 +104,7 @@ def bench_each(
         tasks = [_task(alone, each, number, settings) for number, each in enumerate(asked, 1)]
         # Longest first: one that the target was not built for is an error before anything is measured.
         for draft_len in sorted(settings.fixed_draft_lens, key=lambda length: length or 0, reverse=True):
-            config = replace(own, draft_len=draft_len)
+            config = replace(base_config, draft_len=draft_len)
             with SpeculativeDecoder.open(target_dir, draft_dir, config, on_warm_up=on_warm_up) as pair:
                 if (most := max(settings.batch_sizes)) > pair.max_batch_size:
                     raise RequestError(f"batch size {most}: the engines were built for at most {pair.max_batch_size}")
@@ -198,9 +198,9 @@ def _interleave(
     """Warm up, then let the two take turns: a pass of each for every repetition."""
     is_whole, outputs = settings.again or synthetic is not None, list[list[list[int]]]()
     for decoder in (alone, pair):
-        for place, requests in enumerate(batches()):
+        for index, requests in enumerate(batches()):
             if synthetic and decoder is pair:  # Or ``auto`` would learn how good the other drafter is.
-                synthetic.tell(zip(requests, outputs[place], strict=True))
+                synthetic.tell(zip(requests, outputs[index], strict=True))
             for _ in islice(decoder.run([*requests]), None if is_whole else _WARM_UP_ROUNDS * len(requests)):
                 pass
             outputs.append([request.output for request in requests])

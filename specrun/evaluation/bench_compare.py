@@ -63,7 +63,7 @@ def read_results(path: Path) -> Measured:
 def compare(a: Sequence[Result], b: Sequence[Result]) -> list[Row]:
     """The figures of all results that both have. Raises RequestError where there are none."""
     others = {_key(result): result for result in b}
-    rows = [row for one in a if (other := others.get(_key(one))) for row in _rows(one, other)]
+    rows = [row for measured in a if (other := others.get(_key(measured))) for row in _rows(measured, other)]
     if not rows:
         raise RequestError("--compare: the files share no batch size with the same draft length and kind of stops")
     return rows
@@ -77,9 +77,9 @@ def differences(a: Measured, b: Measured) -> list[str]:
         for key in dict.fromkeys((*ours, *theirs)):
             if key not in ("date", "batch_sizes", "draft_lens") and ours.get(key) != theirs.get(key):
                 said.append(f"{name}: {key} {ours.get(key)} and {theirs.get(key)}")
-    for number, (one, other) in enumerate(((a, b), (b, a))):
+    for number, (this, other) in enumerate(((a, b), (b, a))):
         known = {_key(result) for result in other.results}
-        for result in one.results:
+        for result in this.results:
             if _key(result) not in known:
                 what = f"batch {result.batch_size}, draft_len {shown_draft_len(result.draft_len)}"
                 stops = "" if result.ignore_eos else ", natural stops"
@@ -107,14 +107,14 @@ def _key(result: Result) -> tuple[int, int | None, bool, float | None, bool]:
 
 def _rows(a: Result, b: Result) -> Iterator[Row]:
     for name in (*_SPREADS, *_NUMBERS):
-        one, other = getattr(a, name), getattr(b, name)
-        if one is None or other is None:
+        value, other = getattr(a, name), getattr(b, name)
+        if value is None or other is None:
             continue
         apart = None
-        if isinstance(one, Spread) and isinstance(other, Spread):
-            apart = one.highest < other.lowest or other.highest < one.lowest
-            one, other = one.median, other.median
-        yield Row(a.batch_size, a.draft_len, name, one, other, other / one if one else None, apart)
+        if isinstance(value, Spread) and isinstance(other, Spread):
+            apart = value.highest < other.lowest or other.highest < value.lowest
+            value, other = value.median, other.median
+        yield Row(a.batch_size, a.draft_len, name, value, other, other / value if value else None, apart)
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

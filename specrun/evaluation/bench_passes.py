@@ -139,7 +139,9 @@ def summarize(
         gigabytes_per_second=bytes_read / split.verify_ms.median / 1e6 if bytes_read and split else None,
         synthetic_acceptance=settings.synthetic_acceptance,
         token_ms=mean(later) * 1e3 if later else 0.0,
-        speculative_decoding=speculative_decoding(one for stats in by_category.values() for one in stats),
+        speculative_decoding=speculative_decoding(
+            request_stats for stats in by_category.values() for request_stats in stats
+        ),
         by_category={name: speculative_decoding(stats) for name, stats in by_category.items() if name},
     )
 

@@ -23,10 +23,10 @@ def table(results: Sequence[Result]) -> Group:
     )
     for r in results:
         rate, split = r.acceptance_rate, r.split
-        own = (str(r.batch_size), shown_draft_len(r.draft_len))
+        cells = (str(r.batch_size), shown_draft_len(r.draft_len))
         speeds.add_row(
-            own[0],
-            own[1] + (f"\n~ {r.drafted_per_round:.1f}" if r.draft_len is None else ""),
+            cells[0],
+            cells[1] + (f"\n~ {r.drafted_per_round:.1f}" if r.draft_len is None else ""),
             f"{r.tokens_per_second.median:.1f}\nalone {r.tokens_per_second_alone.median:.1f}",
             f"{r.speedup.median:.2f}\n{r.speedup.lowest:.2f}..{r.speedup.highest:.2f}",
             f"{split.predicted_speedup.median:.2f}" if split else "-",
@@ -36,7 +36,7 @@ def table(results: Sequence[Result]) -> Group:
         )
         parts = (split.draft_ms, split.verify_ms, split.host_ms) if split else ()
         rounds.add_row(
-            *own,
+            *cells,
             "-" if rate is None else f"{rate:.0%}\n" + " ".join(f"{100 * p:.0f}" for p in r.acceptance_by_position),
             *([f"{part.median:.2f}" for part in parts] or ["-"] * 3),
             f"{r.gigabytes_per_second:.1f}\nalone {r.gigabytes_per_second_alone:.1f}"
@@ -88,11 +88,11 @@ def _categories(results: Sequence[Result]) -> Table | None:
     if not names:
         return None
     shown = [f"{result.batch_size}\n{shown_draft_len(result.draft_len)}" for result in results]
-    made = new_table("tokens a round with drafts\nbatch, draft len", *shown)
+    categories = new_table("tokens a round with drafts\nbatch, draft len", *shown)
     for name in names:
         stats = [result.by_category.get(name) for result in results]
-        made.add_row(name, *("-" if one is None else f"{one['mean_acceptance_length']:.2f}" for one in stats))
-    return made
+        categories.add_row(name, *("-" if mean is None else f"{mean['mean_acceptance_length']:.2f}" for mean in stats))
+    return categories
 
 
 def advice(results: Sequence[Result]) -> list[str]:
@@ -141,7 +141,7 @@ def _cells(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def new_table(*columns: str) -> Table:
     """An empty table without lines, which fits 80 columns if its cells do."""
-    made = Table(box=None, pad_edge=False)
+    result = Table(box=None, pad_edge=False)
     for name in columns:
-        made.add_column(name, justify="right", overflow="fold")
-    return made
+        result.add_column(name, justify="right", overflow="fold")
+    return result

@@ -55,9 +55,9 @@ def ranked(tokens: Counts, probs: Floats, uniforms: Doubles) -> Doubles:
 
     A token's number lies ``uniforms`` [L] times its own probability above the sum of all likelier tokens'.
     """
-    own = np.take_along_axis(probs, tokens[:, None], -1)
-    likelier = (probs > own) | ((probs == own) & (np.arange(probs.shape[-1]) < tokens[:, None]))
-    numbers: Doubles = probs.sum(-1, dtype=np.float64, where=likelier) + uniforms * own[:, 0]
+    chosen = np.take_along_axis(probs, tokens[:, None], -1)
+    likelier = (probs > chosen) | ((probs == chosen) & (np.arange(probs.shape[-1]) < tokens[:, None]))
+    numbers: Doubles = probs.sum(-1, dtype=np.float64, where=likelier) + uniforms * chosen[:, 0]
     return np.minimum(numbers, 1 - 2**-53)  # float32 probabilities may sum to a little more than 1.
 
 

@@ -104,15 +104,15 @@ def _score(
     logprobs, base_logprobs, divergences, same = [], [], [], 0
     for window in windows:
         predictions = [_predictions(decoder, window) for decoder in decoders]
-        for start, (own, *others) in zip(range(1, len(window), _CHUNK), zip(*predictions, strict=True), strict=True):
-            rows, tokens = range(len(own)), window[start : start + _CHUNK]
-            logprobs += own[rows, tokens].tolist()
+        for start, (logs, *others) in zip(range(1, len(window), _CHUNK), zip(*predictions, strict=True), strict=True):
+            rows, tokens = range(len(logs)), window[start : start + _CHUNK]
+            logprobs += logs[rows, tokens].tolist()
             for other in others:
                 base_logprobs += other[rows, tokens].tolist()
                 with np.errstate(invalid="ignore"):  # What the base excludes adds nothing.
-                    terms = np.where(other > -np.inf, np.exp(other) * (other - own), 0)
+                    terms = np.where(other > -np.inf, np.exp(other) * (other - logs), 0)
                 divergences += terms.sum(axis=-1, dtype=np.float64).tolist()
-                same += int((own.argmax(-1) == other.argmax(-1)).sum())
+                same += int((logs.argmax(-1) == other.argmax(-1)).sum())
     num_bytes = _num_bytes(text, encoding.offsets, len(ids), length)
     nats = -math.fsum(logprobs)
     divergence = None
@@ -147,5 +147,5 @@ def _predictions(decoder: SpeculativeDecoder, window: Sequence[int]) -> Iterator
 
 def _num_bytes(text: str, offsets: Sequence[tuple[int, int]], count: int, length: int) -> int:
     """Bytes of the scored tokens' text. Special tokens have none."""
-    scored = [place for place in range(count) if place % length]
-    return sum(len(text[slice(*offsets[place])].encode()) for place in scored) or 1
+    scored = [index for index in range(count) if index % length]
+    return sum(len(text[slice(*offsets[index])].encode()) for index in scored) or 1

@@ -84,11 +84,13 @@ class Part:
         self.evaluated += sum(request.stats.evaluated for request in requests)
         self.accepted += sum(request.stats.accepted for request in requests)
 
-    def differ(self, place: str, token: int, own: int, logits: Floats) -> None:
+    def differ(self, where: str, token: int, expected: int, logits: Floats) -> None:
         """Count a token that is not the target's own; logits [V] are the target's."""
         self.wrong += 1
         if self.wrong == 1:
-            self.example = f"{place}: {token} (logit {logits[token]:g}), the target has {own} ({logits[own]:g})"
+            self.example = (
+                f"{where}: {token} (logit {logits[token]:g}), the target has {expected} ({logits[expected]:g})"
+            )
 
     def lines(self) -> list[str]:
         """The result in lines for people."""
@@ -205,11 +207,11 @@ class _Check:
             batch = [self._request(prompt, params, min(LENGTH, self.positions - len(prompt))) for prompt in prompts]
             differing = set()
             for row, position, logits in self._alone(self._run(batch)):
-                token, own = batch[row].tokens[position], sample(logits, params, position)
-                if token != own:
+                token, expected = batch[row].tokens[position], sample(logits, params, position)
+                if token != expected:
                     differing.add(row)
-                    place = f"prompt {part.texts + row + 1}, token {position - len(prompts[row]) + 1}"
-                    part.differ(place, token, own, logits)
+                    where = f"prompt {part.texts + row + 1}, token {position - len(prompts[row]) + 1}"
+                    part.differ(where, token, expected, logits)
             part.add(batch)
             part.identical = (part.identical or 0) + len(batch) - len(differing)
         return part
@@ -226,8 +228,8 @@ class _Check:
             numbers = range(part.texts, part.texts + self.rows)
             batch = [self._request(prompts[n % len(prompts)], params.seeded(n), length) for n in numbers]
             for number, request, logits in zip(numbers, self._run(batch), self._whole(batch), strict=True):
-                own = [request.params.at(len(request.prompt) + at) for at in range(len(logits))]
-                drawn, probs = np.array(request.output), np.stack(list(map(probabilities, logits, own)))
+                params_at = [request.params.at(len(request.prompt) + at) for at in range(len(logits))]
+                drawn, probs = np.array(request.output), np.stack(list(map(probabilities, logits, params_at)))
                 # Where a grammar forces the first tokens, the first one that is drawn; it is at the same place always.
                 first = int((np.count_nonzero(probs, axis=1) > 1).argmax())
                 firsts[number % len(prompts), drawn[first]] += 1
@@ -270,8 +272,8 @@ class _Check:
         lengths = [len(request.output) for request in requests]
         logits = self.target.forward([request.tokens[:-1] for request in requests], lengths)
         return [
-            [process(row) for process, row in zip(_processors(request), own, strict=False)]
-            for request, own in zip(requests, logits, strict=True)
+            [process(row) for process, row in zip(_processors(request), row_logits, strict=False)]
+            for request, row_logits in zip(requests, logits, strict=True)
         ]
 
 

@@ -19,10 +19,10 @@ Cache = npt.NDArray[Any]
 
 
 class HostKVCache(RecurrentCache):
-    """See ``KVCache``: for every cache tensor, rows [rows, heads, length, head_dim] and a pool of blocks.
+    """Cache in host memory: for every tensor, rows [rows, heads, length, head_dim] and a pool of prefix cache blocks.
 
-    It has no rows before ``resize``. The pool is [blocks, heads, BLOCK, head_dim]. What recurrent layers keep of a row
-    is here too, see ``StateTensor``.
+    There are no rows before ``resize``. The pool is [blocks, heads, BLOCK, head_dim]. States of recurrent layers are
+    here too (``StateTensor``).
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class HostKVCache(RecurrentCache):
             state[row] = 0
 
     @override
-    def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
+    def swap(self, row: int, other: int, lengths: tuple[int, int]) -> None:
         first, second = lengths
         for tensor in self._tensors:
-            saved = tensor[one, :, :first].copy()
-            tensor[one, :, :second] = tensor[other, :, :second]
+            saved = tensor[row, :, :first].copy()
+            tensor[row, :, :second] = tensor[other, :, :second]
             tensor[other, :, :first] = saved
         for state in self._states:
-            state[[one, other]] = state[[other, one]]
+            state[[row, other]] = state[[other, row]]
 
     @override
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
@@ -151,14 +151,14 @@ class HostKVCache(RecurrentCache):
             self._blocks(tensor, row, start, len(blocks))[...] = pool[blocks]
 
     @override
-    def save_state(self, row: int, place: int) -> None:
+    def save_state(self, row: int, slot: int) -> None:
         for state, pool in zip(self._states, self._state_pool, strict=True):
-            pool[place] = state[row]
+            pool[slot] = state[row]
 
     @override
-    def load_state(self, row: int, place: int) -> None:
+    def load_state(self, row: int, slot: int) -> None:
         for state, pool in zip(self._states, self._state_pool, strict=True):
-            state[row] = pool[place]
+            state[row] = pool[slot]
 
     @staticmethod
     def _blocks(tensor: Cache, row: int, start: int, count: int) -> Cache:

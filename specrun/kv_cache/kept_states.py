@@ -26,30 +26,30 @@ class KeptStates:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._places: OrderedDict[int, int] = OrderedDict()
+        self._slots: OrderedDict[int, int] = OrderedDict()
 
     def deepest(self, serials: Sequence[int]) -> tuple[int, int | None]:
-        """How many of the first blocks ``serials`` of a text are read by its furthest kept state, and its place.
+        """How many of the first blocks ``serials`` of a text are read by its furthest kept state, and the slot of that.
 
         (0, None) where none is kept.
         """
         for count in range(len(serials), 0, -1):
-            if (place := self._places.get(serials[count - 1])) is not None:
-                self._places.move_to_end(serials[count - 1])
-                return count, place
+            if (slot := self._slots.get(serials[count - 1])) is not None:
+                self._slots.move_to_end(serials[count - 1])
+                return count, slot
         return 0, None
 
     def add(self, serial: int) -> int | None:
-        """The place for the state behind a block, which the caller must fill now; None: it is kept already, or may not.
+        """The slot for the state behind a block, which the caller must fill now; None: it is kept already, or may not.
 
         ``serial``: the block's.
         """
-        if serial in self._places or not self.capacity:
+        if serial in self._slots or not self.capacity:
             return None
-        full = len(self._places) == self.capacity
-        place = self._places.popitem(last=False)[1] if full else len(self._places)
-        self._places[serial] = place
-        return place
+        full = len(self._slots) == self.capacity
+        slot = self._slots.popitem(last=False)[1] if full else len(self._slots)
+        self._slots[serial] = slot
+        return slot
 
 
 def is_worth_keeping(read: int, end: int) -> bool:

@@ -51,11 +51,11 @@ class PrefixCache:
         before = self.known(tokens)
         parent, new = before[-1].serial if before else 0, []
         # A text that is longer than the pool must not evict its own beginning.
-        for own in list(_whole_blocks(tokens))[len(before) : self.capacity]:
+        for block_tokens in list(_whole_blocks(tokens))[len(before) : self.capacity]:
             number = next(self._unused, None)
             if number is None:
                 number = self._blocks.popitem(last=False)[1].number
-            self._blocks[parent, own] = block = Block(number, next(_SERIALS))
+            self._blocks[parent, block_tokens] = block = Block(number, next(_SERIALS))
             parent = block.serial
             new.append(number)
         self._touch(tokens)
@@ -75,11 +75,11 @@ class PrefixCache:
     def _touch(self, tokens: Sequence[int]) -> list[_Key]:
         """Keys of the cached blocks that ``tokens`` begin with. They count as just used, the first one as the last."""
         keys, parent = [], 0
-        for own in _whole_blocks(tokens):
-            block = self._blocks.get((parent, own))
+        for block_tokens in _whole_blocks(tokens):
+            block = self._blocks.get((parent, block_tokens))
             if block is None:
                 break
-            keys.append((parent, own))
+            keys.append((parent, block_tokens))
             parent = block.serial
         for key in reversed(keys):
             self._blocks.move_to_end(key)

@@ -14,6 +14,9 @@ from specrun.kv_cache import BLOCK
 from specrun.kv_cache.kept_states import TOKENS_OF_STATE, KeptStates, blocks_up_to_a_state
 from specrun.kv_cache.prefix_cache import PrefixCache, common_blocks
 
+RowIds = Sequence[Sequence[int]]
+"""Token ids of each row."""
+
 
 class KVCache(Protocol):
     """The memory of one model's KV cache: rows, and a pool of blocks for the prefix cache."""
@@ -30,7 +33,7 @@ class KVCache(Protocol):
         Where the engine does not read those, only what recurrent layers keep is cleared.
         """
 
-    def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
+    def swap(self, row: int, other: int, lengths: tuple[int, int]) -> None:
         """Exchange two rows. lengths: how many positions of each are in use."""
 
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
@@ -41,19 +44,19 @@ class KVCache(Protocol):
 
 
 class RecurrentCache(KVCache, Protocol):
-    """The memory of a model's cache, with what recurrent layers keep of rows, and a pool of places for that."""
+    """The memory of a model's cache, with what recurrent layers keep of rows, and a pool of slots for that."""
 
     kept_states: int
-    """How many places the pool has."""
+    """Number of slots in the pool."""
 
     def clear_states(self, row: int) -> None:
         """Write zeros to what recurrent layers keep of ``row``: so a text begins."""
 
-    def save_state(self, row: int, place: int) -> None:
-        """Copy what recurrent layers keep of ``row`` to a ``place`` of the pool."""
+    def save_state(self, row: int, slot: int) -> None:
+        """Copy what recurrent layers keep of ``row`` to a ``slot`` of the pool."""
 
-    def load_state(self, row: int, place: int) -> None:
-        """Copy a ``place`` of the pool to what recurrent layers keep of ``row``."""
+    def load_state(self, row: int, slot: int) -> None:
+        """Copy a ``slot`` of the pool to what recurrent layers keep of ``row``."""
 
 
 class StateIndices(Protocol):
@@ -80,7 +83,7 @@ class CacheRows:
         self.lengths[row] = len(blocks) * BLOCK
         return self.lengths[row]
 
-    def should_wait(self, tokens: Sequence[int], prompts: Sequence[Sequence[int]]) -> bool:
+    def should_wait(self, tokens: Sequence[int], prompts: RowIds) -> bool:
         """Whether more of ``tokens`` will be cached once ``prompts`` are prefilled."""
         return self.prefix_cache.should_wait(tokens, prompts)
 
@@ -97,11 +100,11 @@ class CacheRows:
             self.prefix_cache = PrefixCache(self.cache.blocks)  # It is unknown which blocks were written.
             raise
 
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, row: int, other: int) -> None:
         """Exchange two rows."""
         lengths = self.lengths
-        self.cache.swap(one, other, (lengths[one], lengths[other]))
-        lengths[one], lengths[other] = lengths[other], lengths[one]
+        self.cache.swap(row, other, (lengths[row], lengths[other]))
+        lengths[row], lengths[other] = lengths[other], lengths[row]
 
     def rewind(self, row: int, length: int) -> None:
         """Keep at most the first ``length`` tokens of ``row``. Only a number changes."""
@@ -123,14 +126,14 @@ class CacheRows:
         """Have ``rows`` rows, whose first ones hold ``used`` tokens; the others are empty."""
         self.lengths = [*used, *[0] * (rows - len(used))]
 
-    def begin(self, step: StateIndices, first: int, texts: Sequence[Sequence[int]], whole_blocks: bool = False) -> None:
+    def begin(self, step: StateIndices, first: int, texts: RowIds, whole_blocks: bool = False) -> None:
         """Say to a pass over the rows from ``first`` on what recurrent states have read, and are to read.
 
         texts: the tokens of each row that stand, those of the pass included. whole_blocks: states stay behind a whole
         block, where they can be kept.
         """
 
-    def next_chunk(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> list[Sequence[int]] | None:
+    def next_chunk(self, token_ids: RowIds, first: int, max_tokens: int) -> list[Sequence[int]] | None:
         """The texts of the rows from ``first`` on, each cut after ``max_tokens`` uncached tokens; None: all is cached.
 
         token_ids: the whole texts.
@@ -140,7 +143,7 @@ class CacheRows:
         lengths = self.lengths[first : first + len(token_ids)]
         return [tokens[: length + max_tokens] for tokens, length in zip(token_ids, lengths, strict=True)]
 
-    def num_uncached(self, token_ids: Sequence[Sequence[int]], first: int) -> list[int]:
+    def num_uncached(self, token_ids: RowIds, first: int) -> list[int]:
         """How many tokens of each text the cache lacks. token_ids: the texts of the rows from ``first`` on."""
         lengths = self.lengths[first : first + len(token_ids)]
         return [max(0, len(tokens) - length) for tokens, length in zip(token_ids, lengths, strict=True)]
@@ -159,7 +162,7 @@ class NoCacheRows(CacheRows):
         pass
 
     @override
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, row: int, other: int) -> None:
         pass
 
     @override
@@ -168,7 +171,7 @@ class NoCacheRows(CacheRows):
         self.lengths[row] = length
 
     @override
-    def num_uncached(self, token_ids: Sequence[Sequence[int]], first: int) -> list[int]:
+    def num_uncached(self, token_ids: RowIds, first: int) -> list[int]:
         return [0] * len(token_ids)
 
 
@@ -188,15 +191,15 @@ class RecurrentRows(CacheRows):
         """A prefix ends where a state was kept."""
         self.cache.clear(row)
         blocks = self.prefix_cache.known(tokens)
-        count, place = self._kept.deepest([block.serial for block in blocks])
-        if place is not None:
+        count, slot = self._kept.deepest([block.serial for block in blocks])
+        if slot is not None:
             self.cache.load(row, 0, [block.number for block in blocks[:count]])
-            self.cache.load_state(row, place)
+            self.cache.load_state(row, slot)
         self.lengths[row] = self.read[row] = count * BLOCK
         return self.lengths[row]
 
     @override
-    def should_wait(self, tokens: Sequence[int], prompts: Sequence[Sequence[int]]) -> bool:
+    def should_wait(self, tokens: Sequence[int], prompts: RowIds) -> bool:
         """Blocks are of use up to a state that will be kept."""
         if not prompts or not self._kept.capacity:
             return False
@@ -213,17 +216,17 @@ class RecurrentRows(CacheRows):
         super().cache_prefix(row, tokens[:read])
         blocks = self.prefix_cache.known(tokens[:read])
         whole = len(blocks) * BLOCK == read  # A text may be longer than the pool.
-        if whole and (place := self._kept.add(blocks[-1].serial)) is not None:
+        if whole and (slot := self._kept.add(blocks[-1].serial)) is not None:
             try:
-                self.cache.save_state(row, place)
+                self.cache.save_state(row, slot)
             except BaseException:
                 self._kept = KeptStates(self.cache.kept_states)  # It is unknown which of them were written.
                 raise
 
     @override
-    def swap(self, one: int, other: int) -> None:
-        super().swap(one, other)
-        self.read[one], self.read[other] = self.read[other], self.read[one]
+    def swap(self, row: int, other: int) -> None:
+        super().swap(row, other)
+        self.read[row], self.read[other] = self.read[other], self.read[row]
 
     @override
     def rewind(self, row: int, length: int) -> None:
@@ -243,7 +246,7 @@ class RecurrentRows(CacheRows):
         self.read = [*self.read[: len(used)], *[0] * (rows - len(used))]
 
     @override
-    def begin(self, step: StateIndices, first: int, texts: Sequence[Sequence[int]], whole_blocks: bool = False) -> None:
+    def begin(self, step: StateIndices, first: int, texts: RowIds, whole_blocks: bool = False) -> None:
         for row, text in enumerate(texts, first):
             if not self.lengths[row]:
                 self.read[row] = 0
@@ -253,7 +256,7 @@ class RecurrentRows(CacheRows):
             step.keep_indices[row - first] = self.read[row] = max(self.read[row], end)
 
     @override
-    def next_chunk(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> list[Sequence[int]] | None:
+    def next_chunk(self, token_ids: RowIds, first: int, max_tokens: int) -> list[Sequence[int]] | None:
         """A chunk ends where a state behind it may be kept, so that one is met on the way."""
         chunk = super().next_chunk(token_ids, first, max_tokens)
         if chunk is None:

@@ -44,9 +44,9 @@ _ANY_TEXT = Constraint("grammar", "start: /(?s:.*)/")
 class _Encoded(NamedTuple):
     """A prompt as ids."""
 
-    text: str | None
-    """Its text; None for token ids."""
     ids: Sequence[int]
+    text: str | None = None
+    """Its text; None for token ids."""
     thought: Thought | None = None
     """What may follow it before the answer."""
 
@@ -110,22 +110,17 @@ class RequestFactory:
         """
         if isinstance(prompt, list | tuple) and not is_conversation(prompt):
             self._check_length(len(prompt), name)  # Before a look at each of millions of ids.
-        text, ids, thought = self._encode(prompt, options, name)
-        self._check_length(len(ids), name)
-        self._check_prompt(ids, name)
-        detokenizer = self._detokenizer
-        if detokenizer is None:
+        encoded = self._encode(prompt, options, name)
+        self._check_length(len(encoded.ids), name)
+        self._check_prompt(encoded.ids, name)
+        if self._detokenizer is None:
             for option in ("stop", "echo"):
                 _require(not getattr(options, option), f"{option}: without a tokenizer token ids have no text", option)
-        elif text is None and options.echo:
-            text = detokenizer.decode(ids)
         params = params.seeded()
-        length = self._output_len(ids, options.max_output_len, name)
-        constraint = self._constraint(options, thought)
+        length = self._output_len(encoded.ids, options.max_output_len, name)
+        constraint = self._constraint(options, encoded.thought)
         grammar = self._grammars.compile(constraint) if constraint else None
-        return [
-            self._request(ids, params.seeded(number), options, length, text, grammar, thought) for number in range(n)
-        ]
+        return [self._request(encoded, params.seeded(number), options, length, grammar) for number in range(n)]
 
     def _constraint(self, options: RequestOptions, thought: Thought | None) -> Constraint | None:
         """What the output must follow. A thought comes before, and follows nothing."""
@@ -158,34 +153,32 @@ class RequestFactory:
             raise RequestError("tools: the schemas are nested too deeply", "tools") from error
 
     def _request(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        options: RequestOptions,
-        length: int,
-        text: str | None,
-        grammar: Grammar | None,
-        thought: Thought | None,
+        self, prompt: _Encoded, params: SamplingParams, options: RequestOptions, length: int, grammar: Grammar | None
     ) -> Request:
-        """One checked request. text: what ``echo`` shows."""
+        """One checked request."""
         request = Request(
-            ids,
+            prompt.ids,
             params,
             length,
             frozenset((*self.target.eos_token_ids, *options.stop_ids)),
-            self._text_stream(ids, options, thought),
+            self._text_stream(prompt, options),
             options,
-            echo=text if text and options.echo else "",
-            grammar=grammar,
-            expected_calls=self._expected_calls(options.tools),
-            thought=thought,
-            breakers=self._breakers(params),
+            self._text(prompt) if options.echo else "",
+            grammar,
+            self._expected_calls(options.tools),
+            prompt.thought,
+            self._breakers(params),
         )
-        wanted = options.fixed_draft_len
-        request.stats.max_draft_len = self.draft_len if wanted is None else wanted
+        request.stats.max_draft_len = self.draft_len if options.fixed_draft_len is None else options.fixed_draft_len
         self.check(request)
         self._check_options(request)
         return request
+
+    def _text(self, prompt: _Encoded) -> str:
+        """What ``echo`` shows of a prompt."""
+        if prompt.text is None and self._detokenizer:
+            return self._detokenizer.decode(prompt.ids)
+        return prompt.text or ""
 
     def _breakers(self, params: SamplingParams) -> frozenset[int]:
         """The tokens that hold one of the texts that end a repetition."""
@@ -194,8 +187,8 @@ class RequestFactory:
         texts = tuple(params.dry_sequence_breakers)
         if self._known_breakers[0] != texts:  # Texts of a kind come one after another, and a vocabulary is long.
             names, wanted = TokenBytes(self.tokenizer), [text.encode() for text in texts]
-            found = (token for token in names.ids if any(text in names.of(token) for text in wanted))
-            self._known_breakers = texts, frozenset(found)
+            breakers = (token for token in names.ids if any(text in names.of(token) for text in wanted))
+            self._known_breakers = texts, frozenset(breakers)
         return self._known_breakers[1]
 
     def _expected_calls(self, tools: Tools | None) -> ExpectedCalls | None:
@@ -203,12 +196,14 @@ class RequestFactory:
             return None
         return ExpectedCalls(self._chats.tool_format(), tools.several, bool(tools.must_call), tools.schemas())
 
-    def _text_stream(self, ids: Sequence[int], options: RequestOptions, thought: Thought | None) -> TextStream | None:
+    def _text_stream(self, prompt: _Encoded, options: RequestOptions) -> TextStream | None:
         """Some tokenizers count the tags of calls and thoughts as special tokens, which have no text otherwise."""
         if self._detokenizer is None:
             return None
-        shown = [*(self._chats.tool_format().tags if options.tools else ()), *(thought.form.tags if thought else ())]
-        return TextStream(self._detokenizer, ids, arguments.texts("stop", options.stop), shown)
+        shown = [*self._chats.tool_format().tags] if options.tools else []
+        if prompt.thought:
+            shown += prompt.thought.form.tags
+        return TextStream(self._detokenizer, prompt.ids, arguments.texts("stop", options.stop), shown)
 
     def check(self, request: Request) -> None:
         """Raise RequestError, naming the parameter, unless this decoder has room for ``request``."""
@@ -280,24 +275,19 @@ class RequestFactory:
         return min(DEFAULT_OUTPUT_LEN, room) if wanted is None else room
 
     def _encode(self, prompt: Prompt, options: RequestOptions, name: str) -> _Encoded:
-        if isinstance(prompt, str):
-            if not (options.chat or options.tools) and options.system is None:
-                return _Encoded(prompt, self._encoder.ids(prompt, options.add_special_tokens is not False, name))
-            turns: list[Message] = [{"role": "system", "content": options.system}] if options.system is not None else []
-            turns.append({"role": "user", "content": prompt})
-        elif options.system is not None:
-            raise RequestError("system: only for texts; messages have their own, and token ids have none", "system")
-        elif is_conversation(prompt):
-            turns = _messages(prompt, name)
-        elif options.chat:
-            raise RequestError("chat: only for texts and messages; token ids are not wrapped in a template", "chat")
-        elif options.tools:
-            raise RequestError("tools: only for messages, whose template tells the model of them", "tools")
-        else:
-            try:
-                return _Encoded(None, arguments.wholes("token ids", prompt))
-            except RequestError as error:
-                raise RequestError(f"{name}: a prompt is a text, token ids or messages; {error}", _PROMPT) from error
+        """The ids of a text, of token ids, or of a conversation as the model's template writes it."""
+        in_turns = options.chat or options.tools or options.system is not None
+        if isinstance(prompt, str) and not in_turns:
+            return _Encoded(self._encoder.ids(prompt, options.add_special_tokens is not False, name), prompt)
+        if in_turns or is_conversation(prompt):
+            return self._encode_turns(_turns(prompt, options, name), options, name)
+        try:
+            return _Encoded(arguments.wholes("token ids", prompt))
+        except RequestError as error:
+            raise RequestError(f"{name}: a prompt is a text, token ids or messages; {error}", _PROMPT) from error
+
+    def _encode_turns(self, turns: list[Message], options: RequestOptions, name: str) -> _Encoded:
+        """The ids of a conversation, and the thought that the model's answer may begin with."""
         self._encoder.check_characters(sum(len(turn.get("content") or "") for turn in turns), name)
         text = self._chats.render(
             turns,
@@ -308,7 +298,7 @@ class RequestFactory:
         )
         begins = options.add_generation_prompt and not options.continue_final_message
         ids = self._encoder.ids(text, bool(options.add_special_tokens), name)
-        return _Encoded(text, ids, self._chats.thought(text) if begins else None)
+        return _Encoded(ids, text, self._chats.thought(text) if begins else None)
 
 
 def is_conversation(prompt: object) -> bool:
@@ -316,10 +306,24 @@ def is_conversation(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
+def _turns(prompt: Prompt, options: RequestOptions, name: str) -> list[Message]:
+    """The messages of a conversation, or of one that a text begins. Raises RequestError for token ids."""
+    if isinstance(prompt, str):
+        system = [] if options.system is None else [{"role": "system", "content": options.system}]
+        return [*system, {"role": "user", "content": prompt}]
+    if options.system is not None:
+        raise RequestError("system: only for texts; messages have their own, and token ids have none", "system")
+    if is_conversation(prompt):
+        return _messages(prompt, name)
+    if options.chat:
+        raise RequestError("chat: only for texts and messages; token ids are not wrapped in a template", "chat")
+    raise RequestError("tools: only for messages, whose template tells the model of them", "tools")
+
+
 def _messages(prompt: Sequence[Any], name: str) -> list[Message]:
     """The messages of a conversation. Raises RequestError, with the message's place, for other types."""
-    for place, message in enumerate(prompt, 1):
-        where = f"{name}: message {place}"
+    for number, message in enumerate(prompt, 1):
+        where = f"{name}: message {number}"
         _require(
             isinstance(message, Mapping), f"{where}: {arguments.show(message)}: expected role and content", _PROMPT
         )

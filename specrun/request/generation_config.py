@@ -16,10 +16,10 @@ _NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def recommended_sampling(directory: Path) -> dict[str, Any]:
-    """Fields of SamplingParams that the checkpoint in ``directory`` has an opinion on; empty without the file.
+    """Fields of SamplingParams that the checkpoint's file in ``directory`` sets; empty without the file.
 
-    ``do_sample`` false is temperature 0. The file may be a stranger's: raises RequestError, which says how to go on
-    without it, where it cannot be read or holds values that mean nothing.
+    ``do_sample`` false is temperature 0. Raises RequestError, which says how to go on
+    without the file, where it cannot be read or holds values that mean nothing.
     """
     path = directory / GENERATION_NAME
     if not path.is_file():

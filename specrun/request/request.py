@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 import warnings
@@ -162,8 +163,8 @@ class Request(Checked):
         if self.draft_error:
             return 0
         wanted = self.options.fixed_draft_len
-        own = most if wanted is None else min(most, wanted)
-        return max(0, min(own, self.remaining - 1))
+        limit = most if wanted is None else min(most, wanted)
+        return max(0, min(limit, self.remaining - 1))
 
     def accepts_by_logits(self, default: bool) -> bool:
         """Whether drafts are accepted by modified rejection sampling; for greedy requests both ways are alike."""
@@ -173,9 +174,10 @@ class Request(Checked):
     def apply_penalties(self, logits: Floats, drafts: Sequence[int]) -> Floats:
         """The logits [V] after the committed tokens and ``drafts``, with this request's penalties, biases and grammar.
 
-        Only for a request that has logits processors. Raises RequestError where no token is left, and where the grammar
-        grows too complex.
+        Raises RequestError where no token is left, and where the grammar grows too complex.
         """
+        if not self.has_logits_processors:
+            return logits
         logits, length = whole_nan(logits), len(self.tokens) - len(self.prompt) + len(drafts)
         forbidden = self.stop_ids if length < self.options.min_output_len else ()
         if forbidden or self.params.has_logits_processors:
@@ -190,9 +192,10 @@ class Request(Checked):
                 raise RequestError(message, "logit_bias")
         return logits
 
-    def forced(self, limit: int) -> list[int]:
-        """The tokens that the grammar leaves no choice about, at most ``limit``. They are free drafts."""
-        return self.matcher.forced()[:limit] if self.matcher and limit > 0 else []
+    def forced(self, most: int) -> list[int]:
+        """The draft tokens that the grammar leaves no choice about, in a round of at most ``most``. They are free."""
+        limit = self.num_draft_tokens(most)
+        return self.matcher.forced()[:limit] if self.matcher and limit else []
 
     def leave_queue(self) -> None:
         """It has a row now."""
@@ -212,44 +215,34 @@ class Request(Checked):
         self._began = time.perf_counter()
         self._on_cancel = on_cancel
 
-    def commit(self, outcome: Outcome) -> list[TokenOutput]:
+    def commit(self, outcome: Outcome) -> None:
         """Add a round's tokens until the text ends: the drafts that stood, and the target's token after them.
 
-        ``finish_reason`` comes last, so that a thread that sees it sees all of its tokens. A request that has ended,
-        because scoring its prompt failed, say, stays as it is.
+        A request that has ended stays as it is: scoring its prompt may have failed.
         """
         if self.finish_reason:
-            return []
+            return
         token_outputs: list[TokenOutput] = []
-        reason: FinishReason | None = None
-        last = self.remaining - 1
-        for index, token in enumerate((*outcome.accepted, outcome.next_token)):
+        accepted, logprobs = len(outcome.accepted), outcome.logprobs or itertools.repeat(None)
+        for token, logprob in zip((*outcome.accepted, outcome.next_token), logprobs, strict=False):
             self.tokens.append(token)
             if self.params.has_penalties:
                 self._counts = self._counts.add(token)
-            text = self.stream.push(token) if self.stream else ""
             if self.matcher:
                 self.matcher.commit(token)
-            is_complete = self.matcher is not None and self.matcher.is_complete
-            if token in self.stop_ids or is_complete or (self.stream and self.stream.stopped):
-                reason = "stop"
-            elif index == last:
-                reason = "length"
-            if reason and self.stream:
-                text += self.stream.finish()
-                if self.stream.stopped:
-                    reason = "stop"
-            logprob = outcome.logprobs[index] if outcome.logprobs else None
-            token_outputs.append(TokenOutput(token, text, index < len(outcome.accepted), logprob))
-            if reason:
+            text = self.stream.push(token) if self.stream else ""
+            stops = token in self.stop_ids or bool(self.matcher and self.matcher.is_complete)
+            if self.stream:
+                text += self.stream.finish() if stops or not self.remaining else ""
+                stops = stops or self.stream.stopped
+            token_outputs.append(TokenOutput(token, text, len(token_outputs) < accepted, logprob))
+            if stops or not self.remaining:
                 break
         self.token_outputs += token_outputs
-        self.stats.count_round(
-            outcome.drafted, len(outcome.accepted), len(token_outputs), time.perf_counter() - self._began
-        )
+        self.stats.count_round(outcome.drafted, accepted, len(token_outputs), time.perf_counter() - self._began)
         self.stats.forced += outcome.forced
-        self.finish_reason = reason
-        return token_outputs
+        # A thread that sees the reason sees all tokens.
+        self.finish_reason = "stop" if stops else None if self.remaining else "length"
 
     def cancel(self) -> None:
         """End it as it is: at once where it waits for a row, else before its next round. Any thread may call this."""

@@ -70,9 +70,9 @@ def speculative_decoding(stats: Iterable[Stats]) -> dict[str, Any]:
     """
     steps: Counter[tuple[int, int]] = Counter()
     longest = 0
-    for one in stats:
-        steps.update(one.steps)
-        longest = max(longest, one.max_draft_len, *(drafted for drafted, _ in one.steps))
+    for request_stats in stats:
+        steps.update(request_stats.steps)
+        longest = max(longest, request_stats.max_draft_len, *(drafted for drafted, _ in request_stats.steps))
     by_length = {length: [0] * (length + 1) for length in sorted({drafted for drafted, _ in steps})}
     histogram = [0] * (longest + 1)
     for (drafted, accepted), count in steps.items():

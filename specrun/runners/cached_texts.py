@@ -79,9 +79,9 @@ class CachedTexts(Generic[AnyRunner]):
         if request.options.reuse_blocks:
             self.runner.rows.cache_prefix(row, self.ids(request)[:-1])
 
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, row: int, other: int) -> None:
         """Exchange two rows."""
-        self.runner.rows.swap(one, other)
+        self.runner.rows.swap(row, other)
 
     def invalidate(self, row: int) -> None:
         """Count ``row`` as empty, because its contents are unknown."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from specrun.backends import Backend, Pass
 from specrun.engine_dir.contract import UNUSED_TOKEN
-from specrun.kv_cache.rows import RecurrentRows, rows_of
+from specrun.kv_cache.rows import RecurrentRows, RowIds, rows_of
 from specrun.sampling.sampler import Floats
 
 _LENGTH_STEP = 64
@@ -29,8 +29,8 @@ class HostFeed(NamedTuple):
 
 
 def build_inputs(
-    token_ids: Sequence[Sequence[int]],
-    drafts: Sequence[Sequence[int]],
+    token_ids: RowIds,
+    drafts: RowIds,
     lengths: Sequence[int],
     num_logits: Sequence[int],
     capacity: int,
@@ -40,21 +40,19 @@ def build_inputs(
 ) -> HostFeed:
     """The inputs that feed each row's tokens and draft tokens that the cache lacks, right-padded.
 
-    lengths: tokens of each row that are in the cache. num_logits: the logits of so many last tokens of each row are
-    wanted. capacity: positions of a row in the cache. vocab_size: ids that the model knows. nothing_wanted: stands
-    in ``logits_indices`` where a row wants fewer logits than others. padding: stands behind a row's tokens.
+    lengths: cached tokens of each row. num_logits: number of last tokens of each row whose logits are wanted. capacity:
+    positions of a row in the cache. vocab_size: ids that the model knows. nothing_wanted: entry of ``logits_indices``
+    for logits that only other rows want. padding: id behind a row's tokens.
     """
-    # Texts may be long and not in the processor's caches, so only the tokens that are fed are touched.
-    ends = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
-    query_len = max(1, *(end - length for end, length in zip(ends, lengths, strict=True)))
-    max_logits, last_id = max(1, *num_logits), vocab_size - 1
-    feed = HostFeed([], [], [])
-    for row, (length, count) in enumerate(zip(lengths, num_logits, strict=True)):
+    texts = list(zip(token_ids, drafts, lengths, num_logits, strict=True))
+    query_len = max(1, *(len(tokens) + len(more) - length for tokens, more, length, _ in texts))
+    max_logits, last_id, feed = max(1, *num_logits), vocab_size - 1, HostFeed([], [], [])
+    for tokens, more, length, count in texts:
         # Padding is written too. Near the end of the cache a row starts earlier and writes what is already there.
         start = min(length, capacity - query_len)
-        end = ends[row] - start
         # A target with a padded embedding may commit ids that a draft without the padding has no row for.
-        new = [min(token, last_id) for token in (*token_ids[row][start:], *drafts[row])]
+        new = [min(token, last_id) for token in (*tokens[start:], *more)]
+        end = len(new)
         feed.input_ids.append(new + [padding] * (query_len - end))
         feed.write_indices.append(start)
         # The logits of an unused token cost nothing in engines that skip it.
@@ -132,7 +130,7 @@ class ModelRunner:
             num_rows = max(num_rows, min(2 * cache.rows, self.backend.config.build_config.max_batch_size))
         return max(num_rows, cache.rows), max(length, cache.length)
 
-    def prefill(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> None:
+    def prefill(self, token_ids: RowIds, first: int, max_tokens: int) -> None:
         """Feed up to ``max_tokens`` more tokens that the cache lacks of each row from ``first`` on, in one engine call.
 
         token_ids: the rows' whole texts. A call feeds at most max_input_len tokens of a row.
@@ -150,25 +148,20 @@ class ModelRunner:
         count = len(chunk) - self.rows.lengths[row]
         return self._feed([chunk], [()], [count], row)[0, :count]
 
-    def forward(
-        self, token_ids: Sequence[Sequence[int]], num_logits: Sequence[int], drafts: Sequence[Sequence[int]] = ()
-    ) -> Floats:
+    def forward(self, token_ids: RowIds, num_logits: Sequence[int], drafts: RowIds = ()) -> Floats:
         """Feed the tokens of rows 0, 1, .. that the cache lacks. Returns the logits of the last ones.
 
-        token_ids: each row's whole text. drafts: the draft tokens behind it. num_logits: the logits of so many last
-        tokens of each row are wanted, and no more than are fed. Returns float32 [B, max(num_logits) or more, V]; of
-        row r the first num_logits[r] are valid. The next call overwrites them.
-        Long inputs are fed in chunks of at most max_input_len tokens. The last chunk has the last tokens of all rows.
+        token_ids: each row's whole text. drafts: the draft tokens behind it. num_logits: number of last tokens of each
+        row whose logits are wanted, no more than are fed. Returns float32 [B, max(num_logits) or more, V]; of row r the
+        first num_logits[r] are valid, until the next call.
         """
-        drafts = drafts or [()] * len(token_ids)
+        nothing, chunk = [()] * len(token_ids), max(self.most_tokens, *num_logits)
         longest = max(len(tokens) - length for tokens, length in zip(token_ids, self.rows.lengths, strict=False))
-        chunk = max(self.most_tokens, *num_logits)
-        for left in range((longest - 1) // chunk, 0, -1):
-            # Each row leaves whole chunks for later, so that its last tokens are fed in the last call.
+        for left in range((longest - 1) // chunk, 0, -1):  # Each row leaves its last tokens for the last call.
             pairs = zip(token_ids, self.rows.lengths, strict=False)
             heads = [tokens[: max(length, len(tokens) - left * chunk)] for tokens, length in pairs]
-            self._feed(heads, [()] * len(token_ids), [0] * len(token_ids), 0)
-        return self._feed(token_ids, drafts, num_logits, 0)
+            self._feed(heads, nothing, [0] * len(token_ids), 0)
+        return self._feed(token_ids, drafts or nothing, num_logits, 0)
 
     def extend(self, tokens: Sequence[int | None]) -> Floats:
         """Feed one more token of rows 0, 1, .., or none of a row with None. Returns their logits [B, 1, V]."""
@@ -185,24 +178,17 @@ class ModelRunner:
         return step.logits
 
     def _feed(
-        self,
-        token_ids: Sequence[Sequence[int]],
-        drafts: Sequence[Sequence[int]],
-        num_logits: Sequence[int],
-        first: int,
-        whole_blocks: bool = False,
+        self, token_ids: RowIds, drafts: RowIds, num_logits: Sequence[int], first: int, whole_blocks: bool = False
     ) -> Floats:
         """Feed what the cache lacks of each row. Draft tokens may be rejected. whole_blocks: see ``RecurrentRows``."""
-        lengths = self.rows.lengths[first : first + len(token_ids)]
-        nothing = self.backend.config.graph.nothing_wanted
+        lengths, nothing = self.rows.lengths[first : first + len(token_ids)], self.backend.config.graph.nothing_wanted
         sizes = self.backend.cache.length, self.vocab_size
         feed = build_inputs(token_ids, drafts, lengths, num_logits, *sizes, nothing, self._padding)
         step = self.backend.bind(first, len(token_ids), len(feed.input_ids[0]), len(feed.logits_indices[0]))
         step.input_ids[...], step.write_indices[...], step.logits_indices[...] = feed
         self.rows.begin(step, first, token_ids, whole_blocks)
         self._run(step)
-        lengths = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
-        self.rows.set_lengths(first, lengths)
+        self.rows.set_lengths(first, [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)])
         return step.logits
 
     def _run(self, step: Pass) -> None:

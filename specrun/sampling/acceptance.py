@@ -10,11 +10,10 @@ from specrun.sampling.sampler import Floats
 
 
 def accept_tokens(draft_tokens: Sequence[int], target_tokens: Iterable[int]) -> tuple[int, int]:
-    """Accept draft tokens while they are the target's own choice.
+    """Accept draft tokens while they are the target's own choice. Returns how many, and the target's token after them.
 
-    draft_tokens: g ids; target_tokens: g + 1 ids, the target's choice at each position given the drafts before it,
-    of which no more are taken than are needed.
-    Returns how many drafts stand and the target's token after them.
+    draft_tokens: g ids. target_tokens: g + 1 ids, the target's choice at each position given the drafts before it. No
+    more of them are taken than are needed.
     """
     choices = iter(target_tokens)
     for accepted, draft in enumerate(draft_tokens):

@@ -39,9 +39,9 @@ class TokenCounts(NamedTuple):
 
     def add(self, token: int) -> TokenCounts:
         """The counts with one more token of output."""
-        own, tokens = self.ids == token, np.append(self.tokens, token)
-        if own.any():
-            return self._replace(counts=self.counts + own, tokens=tokens)
+        is_token, tokens = self.ids == token, np.append(self.tokens, token)
+        if is_token.any():
+            return self._replace(counts=self.counts + is_token, tokens=tokens)
         ids, counts = np.append(self.ids, token), np.append(self.counts, np.float32(1))
         return self._replace(ids=ids, counts=counts, tokens=tokens)
 

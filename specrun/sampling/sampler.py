@@ -284,16 +284,16 @@ def uniform(seed: int | None, purpose: Purpose, position: int) -> float:
     return float(_words(seed, purpose, position, 1)[0] >> np.uint64(11)) * 2.0**-53
 
 
-_own = threading.local()
+_thread = threading.local()
 
 
 def _words(seed: int | None, purpose: Purpose, position: int, count: int) -> npt.NDArray[np.uint64]:
     if seed is None:
         raise ValueError("the sampling parameters have no seed; see SamplingParams.seeded")
     # A generator for each thread, set to its place: making one takes longer than drawing from it.
-    if not hasattr(_own, "generator"):
-        _own.generator = np.random.Philox(0)
-    _own.generator.state = {
+    if not hasattr(_thread, "generator"):
+        _thread.generator = np.random.Philox(0)
+    _thread.generator.state = {
         "bit_generator": "Philox",
         "state": {
             "counter": (0, position, 0, 0),
@@ -304,7 +304,7 @@ def _words(seed: int | None, purpose: Purpose, position: int, count: int) -> npt
         "has_uint32": 0,
         "uinteger": 0,
     }
-    words: npt.NDArray[np.uint64] = _own.generator.random_raw(count)
+    words: npt.NDArray[np.uint64] = _thread.generator.random_raw(count)
     return words
 
 

@@ -24,11 +24,11 @@ def within_sigmas(logits: Floats, number: float) -> Flags:
 def typical(probs: Floats, mass: float) -> Flags:
     """The tokens of ``probs`` [V] whose surprise is nearest to the entropy, ``mass`` together (arXiv 2202.00666)."""
     possible = np.flatnonzero(probs)
-    own = probs[possible].astype(np.float64)
-    surprise = -np.log(own)
-    distance = np.abs(surprise - own @ surprise)
+    possible_probs = probs[possible].astype(np.float64)
+    surprise = -np.log(possible_probs)
+    distance = np.abs(surprise - possible_probs @ surprise)
     order = np.argsort(distance, kind="stable")
-    reached = int(own[order].cumsum().searchsorted(mass))
+    reached = int(possible_probs[order].cumsum().searchsorted(mass))
     kept = np.zeros(len(probs), np.bool_)
     kept[possible] = distance <= distance[order[min(reached, len(order) - 1)]]
     return kept

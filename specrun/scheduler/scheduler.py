@@ -8,7 +8,7 @@ waits for a slow mask goes back there meanwhile. When a request ends, the last r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from typing import NamedTuple
@@ -105,10 +105,10 @@ class Scheduler:
                 request.require_new()
                 if request.finish_reason is None:
                     self._check(request)
-            for place, request in enumerate(requests):
+            for index, request in enumerate(requests):
                 request.begin(self._queue.end)
                 if request.finish_reason is None:
-                    self._queue.add(request, place)
+                    self._queue.add(request, index)
 
     def step(self) -> None:
         """Free the rows of ended requests, admit waiting ones, prefill prompts, run one round, commit its tokens.
@@ -137,9 +137,8 @@ class Scheduler:
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Decode ``requests`` beside those of other threads. Yields their tokens as they are committed.
 
-        Closing the generator cancels the requests that have not ended. Raises RequestError, and begins none, where a
-        request has begun before, cannot be served, or is given twice. An error in a step of this thread is raised only
-        if it fails one of ``requests``; other threads see the error of their requests in these.
+        Closing the generator cancels the requests that have not ended. Raises RequestError as ``add``. An error in a
+        step of this thread is raised only if it fails one of ``requests``; other threads see it in their requests.
         """
         self.add(*requests)
         shown = dict.fromkeys(requests, 0)
@@ -157,11 +156,7 @@ class Scheduler:
                 if shown:
                     self._advance(seen, shown)
         finally:
-            for request in shown:
-                request.cancel()
-            # Garbage collection may close a generator in any thread, even inside a step. Then the next step frees rows.
-            with suppress(RequestError):
-                self._turns.take(lambda: self._free_cancelled(requests), None)
+            self._cancel(shown, requests)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -174,31 +169,31 @@ class Scheduler:
                 return
             yield request, count
 
-    def _advance(self, seen: int, own: Container[Request] | None = None) -> None:
+    def _advance(self, seen: int, raise_for: Container[Request] | None = None) -> None:
         """Take a turn, or wait for the end of another thread's turn. Return at once if more than ``seen`` have ended.
 
-        own: see ``_guard``.
+        raise_for: see ``_guard``.
         """
-        self._turns.take(lambda: self._take_turn(own), seen)
+        self._turns.take(lambda: self._take_turn(raise_for), seen)
 
-    def _take_turn(self, own: Container[Request] | None) -> None:
+    def _take_turn(self, raise_for: Container[Request] | None) -> None:
         """Run a step, or end everything where a thread has closed the decoder."""
         if self._closed:
             self._end_all()
             return
-        self._guard(self._step, own)
+        self._guard(self._step, raise_for)
 
-    def _guard(self, work: Callable[[], None], own: Container[Request] | None) -> None:
-        """Run ``work``. Raise its error where it fails a request in ``own``, or no known one. own None: always."""
+    def _guard(self, work: Callable[[], None], raise_for: Container[Request] | None) -> None:
+        """Run ``work``. Raise its error where it fails a request in ``raise_for`` or no known one; None: always."""
         self._failed = ()
         try:
             work()
         except Exception:
-            if own is None or not self._failed or any(request in own for request in self._failed):
+            if raise_for is None or not self._failed or any(request in raise_for for request in self._failed):
                 raise
 
     def _step(self) -> None:
-        """See ``step``. An exception leaves ``_in_step`` set."""
+        """Run the parts of a step in order. An exception leaves ``_in_step`` set."""
         self._in_step = True
         self._release()
         self._admit()
@@ -208,10 +203,13 @@ class Scheduler:
             self._decode(self._rows[: self._ready])
         self._in_step = False
 
-    def _free_cancelled(self, own: Container[Request]) -> None:
-        """Free the rows of cancelled requests, unless a step was interrupted. own: see ``_guard``."""
-        if not self._in_step:
-            self._guard(self._release_now, own)
+    def _cancel(self, requests: Iterable[Request], raise_for: Container[Request]) -> None:
+        """Cancel ``requests``, and free their rows unless a step was interrupted. raise_for: see ``_guard``."""
+        for request in requests:
+            request.cancel()
+        # Garbage collection may close a generator in any thread, even inside a step. Then the next step frees rows.
+        with suppress(RequestError):
+            self._turns.take(lambda: None if self._in_step else self._guard(self._release_now, raise_for), None)
 
     def _release_now(self) -> None:
         """Free the rows of ended requests, and end a round first that works on them."""
@@ -256,11 +254,11 @@ class Scheduler:
             self._swap(row, len(self._rows) - 1)
             self._rows.pop()
 
-    def _swap(self, one: int, other: int) -> None:
-        if one != other:
-            with _Failing(self, (self._rows[one], self._rows[other])):
-                self.round.swap(one, other)
-                self._rows[one], self._rows[other] = self._rows[other], self._rows[one]
+    def _swap(self, row: int, other: int) -> None:
+        if row != other:
+            with _Failing(self, (self._rows[row], self._rows[other])):
+                self.round.swap(row, other)
+                self._rows[row], self._rows[other] = self._rows[other], self._rows[row]
 
     def _admit(self) -> None:
         """Give free rows to waiting requests, until one must wait (``_must_wait``)."""
@@ -322,7 +320,7 @@ class Scheduler:
                 self._ready -= 1
                 self._swap(row, self._ready)
         if not self._ready and self._rows:
-            awaited = [one for one in map(self.round.waits_for, self._rows) if one]
+            awaited = [future for future in map(self.round.waits_for, self._rows) if future]
             if len(awaited) == len(self._rows):
                 wait(awaited, _PATIENCE, return_when=FIRST_COMPLETED)
 
@@ -332,9 +330,9 @@ class Scheduler:
         The next one may be queued with it where no request is about to join them. It then works on the same rows.
         """
         with _Failing(self, requests):
-            run_round(self.round, self.lengths, requests, self._nobody_is_about_to_join)
+            run_round(self.round, self.lengths, requests, self._rows_will_stay)
 
-    def _nobody_is_about_to_join(self, draft_len: int) -> bool:
+    def _rows_will_stay(self, draft_len: int) -> bool:
         """Whether the round behind one of ``draft_len`` is likely to have the same rows."""
         if self._ready < len(self._rows):
             return False

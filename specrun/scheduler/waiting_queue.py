@@ -47,11 +47,11 @@ class RequestQueue:
     def __contains__(self, request: Request) -> bool:
         return request in self._requests
 
-    def add(self, request: Request, place: int = 0) -> None:
-        """Let ``request`` wait, unless it was cancelled. place: its number among those of its call, from 0."""
+    def add(self, request: Request, order: int = 0) -> None:
+        """Let ``request`` wait, unless it was cancelled. order: its number among those of its call, from 0."""
         number = next(self._numbers)
         with self._lock:
-            turn = self._turn + place * _STEP
+            turn = self._turn + order * _STEP
             self._requests[request] = turn  # Before its deadline: those of requests that do not wait are dropped.
             heapq.heappush(self._order, (turn, number, request))
             if request.options.timeout is not None:

@@ -37,15 +37,13 @@ _PLAIN_EVERY, _FIRST_PLAIN = 32, 4
 _SETTLED = 2
 """The plain round behind one that drafted from which on the time tells: drafts displace the target's weights from the
 processor's caches."""
-_OPTIMISM = 0.06
-"""Share of its time by which a length that was never tried counts as shorter."""
 _TRIAL_SHARE = 0.01
 """The largest share of the time that trials may cost."""
 _TRIAL_WINDOW = 8192
 """Rounds after which a trial's cost has lost most of its weight."""
 _RATE_WINDOW = 128.0
 """Evaluated draft tokens after which older ones have lost most of their weight."""
-_OWN_TOKENS = 12.0
+_REQUEST_TOKENS = 12.0
 """A request's own rate counts as much as that of all requests once it has so many evaluated draft tokens."""
 _YIELD_WINDOW = 64
 """Rounds that draft after which older ones have lost most of their weight in the measured yield."""
@@ -109,7 +107,7 @@ class DraftLength:
         self._yields: dict[int, _Yield] = {}
         """Yields of rounds that draft, by batch size."""
         self._overall = AcceptanceRate()
-        self._own: WeakKeyDictionary[Request, AcceptanceRate] = WeakKeyDictionary()
+        self._request_rates: WeakKeyDictionary[Request, AcceptanceRate] = WeakKeyDictionary()
         self._evaluated = 0
         """Draft tokens so far of which it is known whether they were accepted."""
         self._since_plain = 0
@@ -124,37 +122,32 @@ class DraftLength:
     def choose(
         self, requests: Sequence[Request], limits: Sequence[int], num_uncached_draft: int = 0, drafts_end: bool = False
     ) -> DraftPlan:
-        """How many tokens the next round drafts.
+        """The next round's draft tokens. limits: the most that each of ``requests`` can use.
 
-        limits: the most draft tokens that each of ``requests`` can use. num_uncached_draft: tokens that the drafter
-        must read before it can draft again. drafts_end: whether the drafts end by themselves.
+        num_uncached_draft: tokens that the drafter must read before. drafts_end: whether drafts end by themselves.
         """
         if self.fixed_draft_len is not None:
             return DraftPlan([min(self.fixed_draft_len, limit) for limit in limits])
         rows, longest, plain_plan = len(limits), min(self.max_draft_len, max(limits)), DraftPlan([0] * len(limits))
-        known = self._times_of(rows)
+        known, by_row = self._times_of(rows), self._skips_unused_tokens and rows > 1
         if not longest or (self._expected is None and len(self._times) == 1 and not known.counts[0]):
             return plain_plan
-        times, alphas = known.seconds, self._rates(requests)
-        plain, *rates = _tokens_per_second(alphas, limits, times[: longest + 1])
-        optimistic = [
-            rate / (1 - _OPTIMISM / math.sqrt(n + 1)) for rate, n in zip(rates, known.counts[1:], strict=False)
-        ]
-        best = 1 + max(range(longest), key=optimistic.__getitem__)
-        promised = max(_tokens_per_second(self._hoped(alphas), limits, times[: longest + 1])[1:])
-        by_row = self._skips_unused_tokens and rows > 1
+        times, alphas = known.seconds[: longest + 1], self._rates(requests)
+        rates = _tokens_per_second(alphas, limits, known.optimistic()[: longest + 1])
+        best = max(range(1, longest + 1), key=rates.__getitem__)
+        plain, *hoped = _tokens_per_second(self._hoped(alphas), limits, times)
+        promised = max(hoped)
         if drafts_end and by_row:
             promised = self._yield_of(rows).rate(promised)
         self.drafting = promised >= _MIN_GAIN * plain
         if not self.drafting:
-            cost = times[best] - times[0] + num_uncached_draft * _UNCACHED_SHARE * (times[1] - times[0])
-            if not self._may_try(cost):
+            if not self._may_try(times[best] - times[0] + num_uncached_draft * _UNCACHED_SHARE * (times[1] - times[0])):
                 return plain_plan
             longest = best
         elif self._measures_plain(promised / plain, known.counts[0]):
             return plain_plan
         lens = [min(longest if drafts_end else best, limit) for limit in limits]
-        spent = known.expected_now() if by_row else ExpectedTimes(times)
+        spent = known.expected_now() if by_row else ExpectedTimes(known.seconds)
         plan = _ending(DraftPlan(lens), spent, by_row, max(plain, promised))
         return plan if drafts_end else _by_rates(plan, alphas)
 
@@ -165,7 +158,7 @@ class DraftLength:
         rows, committed = len(requests), 0
         for request, outcome in zip(requests, result.outcomes, strict=True):
             accepted, evaluated = (0, 0) if isinstance(outcome, SpecError) else outcome.evaluated
-            for rate in (self._overall, self._own.setdefault(request, AcceptanceRate())):
+            for rate in (self._overall, self._request_rates.setdefault(request, AcceptanceRate())):
                 rate.add(accepted, evaluated, _RATE_WINDOW)
             self._evaluated += evaluated
             committed += 1 + accepted
@@ -173,12 +166,10 @@ class DraftLength:
         self._since_plain, self._plain_run = (self._since_plain + 1, 0) if drafted else (0, self._plain_run + 1)
         if result.seconds is None:
             return
-        known = self._times_of(rows)
-        keep = 1 - 1 / _TRIAL_WINDOW
+        known, keep = self._times_of(rows), 1 - 1 / _TRIAL_WINDOW
         self._elapsed, self._lost = self._elapsed * keep + result.seconds, self._lost * keep
         if drafted:
-            plain_seconds = known.seconds[0] * committed / rows
-            self._lost = max(0.0, self._lost + result.seconds - plain_seconds)
+            self._lost = max(0.0, self._lost + result.seconds - known.seconds[0] * committed / rows)
             self._yield_of(rows).add(committed, result.seconds)
         # A round that reads uncached tokens, or drops all drafts, takes longer than others of its length.
         is_usual = not num_uncached_draft and not result.all_dropped if drafted else self._plain_run >= _SETTLED
@@ -204,7 +195,7 @@ class DraftLength:
     def _rates(self, requests: Sequence[Request]) -> list[float]:
         """Acceptance rates of the rows."""
         overall, unknown = self._overall.rate(0.5, 2.0), AcceptanceRate()
-        return [self._own.get(request, unknown).rate(overall, _OWN_TOKENS) for request in requests]
+        return [self._request_rates.get(request, unknown).rate(overall, _REQUEST_TOKENS) for request in requests]
 
     def _hoped(self, alphas: Sequence[float]) -> list[float]:
         """Two standard errors above ``alphas``: until they are known well, drafting goes on where it may pay."""
@@ -255,11 +246,11 @@ def _tokens_per_second(alphas: Sequence[float], limits: Sequence[int], times: Se
             if g < limit:
                 power *= alpha
                 expected += power
-    return [own / seconds for own, seconds in zip(tokens, times, strict=True)]
+    return [total / seconds for total, seconds in zip(tokens, times, strict=True)]
 
 
 def _by_rates(plan: DraftPlan, alphas: Sequence[float]) -> DraftPlan:
     """``plan`` for drafts that do not end by themselves: each row has the tokens that survive at its own rate."""
     rows = zip(alphas, plan.lens, strict=True)
-    lens = [sum(plan.keeps(place, alpha ** (place + 1)) for place in range(most)) for alpha, most in rows]
+    lens = [sum(plan.keeps(index, alpha ** (index + 1)) for index in range(most)) for alpha, most in rows]
     return DraftPlan(lens if any(lens) else plan.lens)

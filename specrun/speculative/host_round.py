@@ -39,7 +39,7 @@ class HostRound(Round[ModelRunner, Drafter]):
     prefill_chunk_size = 64  # On a CPU, every further token of a call takes nearly as long as the first.
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, max_draft_len: int, use_logits: bool) -> None:
-        """See ``Round``."""
+        """Arguments as for ``Round``."""
         super().__init__(target, drafter, max_draft_len, use_logits, ScoredTexts(target, max_draft_len))
         self.host_target = target
         self.skips_unused_tokens = target.backend.config.backend.skips_unused_tokens
@@ -62,13 +62,11 @@ class HostRound(Round[ModelRunner, Drafter]):
     def step(self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False) -> RoundResult:
         """Rounds after a prompt, a rejection or full acceptance are all the same."""
         began, calls = time.perf_counter(), self._draft_calls
-        prompts = [row for row, one in enumerate(requests) if self.target.rows.lengths[row] < len(one.tokens) - 1]
+        lengths = self.target.rows.lengths
+        prompts = [row for row, request in enumerate(requests) if lengths[row] < len(request.tokens) - 1]
         proposals = self._draft(requests, plan)
         logits = self._verify(requests, proposals)
-        outcomes = [
-            self._accept(request, proposal, logits[row, : len(proposal.tokens) + 1])
-            for row, (request, proposal) in enumerate(zip(requests, proposals, strict=True))
-        ]
+        outcomes = [self._accept(*row) for row in zip(requests, proposals, logits, strict=True)]
         if self.drafter:
             self.drafter.observe(requests, outcomes, plan.draft_len)
         for row in prompts:
@@ -81,8 +79,7 @@ class HostRound(Round[ModelRunner, Drafter]):
 
     def _draft(self, requests: Sequence[Request], plan: DraftPlan) -> list[Proposal]:
         """What is proposed for each request. What its grammar forces needs no drafter, and may be more than planned."""
-        limits = [request.num_draft_tokens(self.max_draft_len) for request in requests]
-        forced = [request.forced(limit) for request, limit in zip(requests, limits, strict=True)]
+        forced = [request.forced(self.max_draft_len) for request in requests]
         if self.drafter and plan.draft_len:
             return self.drafter.propose(requests, plan, forced)
         return list(map(Proposal.begin, forced))
@@ -93,14 +90,42 @@ class HostRound(Round[ModelRunner, Drafter]):
         for row, request in enumerate(requests):
             # The last committed token is fed in every round, because its logits start the round.
             self.target.rows.rewind(row, len(request.tokens) - 1)
-        return self.target.forward([request.tokens for request in requests], [len(one) + 1 for one in drafts], drafts)
+        num_logits = [len(tokens) + 1 for tokens in drafts]
+        return self.target.forward([request.tokens for request in requests], num_logits, drafts)
 
     def _accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:
-        """What ``_outcome`` returns, or the error that it raises. The error fails this request alone."""
+        """How many of the g proposed tokens stand, and the token after them. logits: the target's, [g + 1 or more, V].
+
+        An error, of logits that are not finite or a constraint that leaves no token, fails this request alone. Behind
+        accepted draft tokens it is left to the next round, which begins there: the text may end before it.
+        """
+        drafts, index = proposal.tokens, 0
+
+        def adjusted() -> Iterator[Floats]:
+            nonlocal index
+            for index, row in enumerate(logits[: len(drafts) + 1]):
+                yield request.apply_penalties(row, drafts[:index])
+
         try:
-            return self._outcome(request, proposal, logits)
+            accepted, next_token = self._decide(request, proposal, adjusted())
         except Exception as error:
-            return as_spec_error(error)
+            if not index:
+                return as_spec_error(error)
+            accepted, next_token = index - 1, drafts[index - 1]
+        outcome = Outcome(len(drafts), drafts[:accepted], next_token, None, proposal.forced)
+        return _with_logprobs(outcome, logits, request.options.logprobs)
+
+    def _decide(self, request: Request, proposal: Proposal, logits: Iterator[Floats]) -> tuple[int, int]:
+        """How many of g proposed tokens stand, and the token after them. logits: [V], g + 1 times; taken as needed."""
+        params, position, drafts = request.params, len(request.tokens), proposal.tokens
+        if not request.accepts_by_logits(self.use_logits):
+            return accept_tokens(drafts, (sample(row, params, position + i) for i, row in enumerate(logits)))
+        target = (probabilities(row, params.at(position + i)) for i, row in enumerate(logits))
+        uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
+        probs = proposal.probs or deterministic(drafts, self.target.vocab_size)
+        accepted, weights = accept_logits(drafts, probs, target, uniforms)
+        noise = exponential_noise(params.seed, Purpose.TARGET, position + accepted, len(weights))
+        return accepted, gumbel_argmax(weights, noise)
 
     @override
     def engine_times(self) -> EngineTimes:
@@ -132,57 +157,18 @@ class HostRound(Round[ModelRunner, Drafter]):
         """A mask that takes long."""
         return request.matcher.begin_mask() if request.matcher else None
 
-    def _outcome(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome:
-        """Decide how many of the g proposed tokens stand, and the token after them.
 
-        logits: the target's, [g + 1, V]. Raises BackendError where the first of them are not finite, and RequestError
-        where the request's constraint and biases leave no token there. Such an error behind accepted draft tokens is
-        left to the next round, which begins there: the text may end before it.
-        """
-        drafts, place = proposal.tokens, 0
+def _with_logprobs(outcome: Outcome, logits: Floats, count: int | None) -> Outcome | SpecError:
+    """``outcome`` with log-probabilities, the ``count`` best among them. logits: the target's, [g + 1 or more, V].
 
-        def adjusted() -> Iterator[Floats]:
-            nonlocal place
-            for place, row in enumerate(logits):
-                yield request.apply_penalties(row, drafts[:place]) if request.has_logits_processors else row
-
-        try:
-            accepted, next_token = self._decide(request, proposal, adjusted(), logits.shape[1])
-        except Exception:
-            if not place:
-                raise
-            accepted, next_token = place - 1, drafts[place - 1]
-        outcome = Outcome(len(drafts), drafts[:accepted], next_token, None, proposal.forced)
-        count = request.options.logprobs
-        return outcome if count is None else _with_logprobs(outcome, logits, count)
-
-    def _decide(
-        self, request: Request, proposal: Proposal, logits: Iterator[Floats], vocab_size: int
-    ) -> tuple[int, int]:
-        """How many of the g proposed tokens stand, and the token after them.
-
-        logits: the target's at g + 1 places, [V] each. No more of them are taken than are needed.
-        """
-        params, position, drafts = request.params, len(request.tokens), proposal.tokens
-        if not request.accepts_by_logits(self.use_logits):
-            return accept_tokens(drafts, (sample(row, params, position + i) for i, row in enumerate(logits)))
-        target = (probabilities(row, params.at(position + i)) for i, row in enumerate(logits))
-        uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
-        probs = proposal.probs or deterministic(drafts, vocab_size)
-        accepted, weights = accept_logits(drafts, probs, target, uniforms)
-        noise = exponential_noise(params.seed, Purpose.TARGET, position + accepted, len(weights))
-        return accepted, gumbel_argmax(weights, noise)
-
-
-def _with_logprobs(outcome: Outcome, logits: Floats, count: int) -> Outcome:
-    """``outcome`` with log-probabilities, the ``count`` best among them. logits: the target's, [g + 1, V].
-
-    A constraint may have hidden logits that are not finite from the choice. Then the outcome ends before them. Raises
-    BackendError where nothing is before them.
+    count: None where none are wanted. A constraint may have hidden logits that are not finite from the choice. Then the
+    outcome ends before them. An error where nothing is before them.
     """
+    if count is None:
+        return outcome
     tokens = [*outcome.accepted, outcome.next_token]
     logprobs = [log_probability(row, token, count) for row, token in zip(logits, tokens, strict=False)]
     sound = next((i for i, (logprob, _) in enumerate(logprobs) if math.isnan(logprob)), len(logprobs))
     if not sound:
-        raise BackendError(NON_FINITE_LOGITS)
+        return BackendError(NON_FINITE_LOGITS)
     return outcome._replace(accepted=tokens[: sound - 1], next_token=tokens[sound - 1], logprobs=logprobs)

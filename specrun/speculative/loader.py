@@ -94,8 +94,8 @@ def host_drafter(
     suffix = SuffixDrafter(config.use_logits, config.shares_texts)
     if draft:
         graph = draft.config.graph.with_replays(draft_len)  # Its engine was not told how long drafts would be.
-        cache_owner, own = target if graph.is_head else None, draft.config.model_copy(update={"graph": graph})
-        backend = open_host_backend(draft.directory, own, blocks, config.shared_thread_pool, cache_owner)
+        cache_owner, engine_config = target if graph.is_head else None, draft.config.model_copy(update={"graph": graph})
+        backend = open_host_backend(draft.directory, engine_config, blocks, config.shared_thread_pool, cache_owner)
         runner, settings = ModelRunner(backend), (vocab_size, draft_len, config.use_logits, config.least_confidence)
         drafter: ModelDrafter
         if draft.translator:

@@ -39,8 +39,8 @@ def schedule(round_: AnyRound, lengths: DraftLength, requests: Sequence[Request]
     plan = lengths.choose(requests, limits, num_uncached_draft, round_.ends_drafts(requests))
     if all(request.options.fixed_draft_len is None for request in requests):
         return plan
-    own = zip(requests, limits, plan.lens, strict=True)
-    return DraftPlan([length if request.options.fixed_draft_len is None else limit for request, limit, length in own])
+    rows = zip(requests, limits, plan.lens, strict=True)
+    return DraftPlan([length if request.options.fixed_draft_len is None else limit for request, limit, length in rows])
 
 
 def commit(request: Request, outcome: Outcome | SpecError) -> None:

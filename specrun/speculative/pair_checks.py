@@ -101,10 +101,10 @@ def check_head(target: Engine, head: Engine) -> None:
 
 def describe_sizes(target: EngineConfig, draft: EngineConfig) -> str:
     """What is odd about the draft's size; empty where nothing is."""
-    ours, theirs = ({name: info.sha256 for name, info in one.files.items()} for one in (target, draft))
+    ours, theirs = ({name: info.sha256 for name, info in model.files.items()} for model in (target, draft))
     if ours == theirs:
         return "the draft is the target itself, so drafting costs as much as it saves; give a smaller model"
-    have, need = (sum(info.bytes for info in one.files.values()) for one in (target, draft))
+    have, need = (sum(info.bytes for info in model.files.values()) for model in (target, draft))
     if need > 1.1 * have:
         return f"the draft has {need / have:.1f} times the target's bytes; were the two swapped?"
     return ""

@@ -44,7 +44,7 @@ class RoundResult(NamedTuple):
 class Rows(Protocol):
     """Whatever has a row for each request."""
 
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, row: int, second: int) -> None:
         """Exchange two rows."""
 
 
@@ -57,10 +57,10 @@ class TargetLogits(Protocol):
         """Begin with ``num_rows`` empty rows of ``length`` tokens at most."""
 
     def forward(self, token_ids: Sequence[Sequence[int]], num_logits: Sequence[int]) -> Floats:
-        """See ``ModelRunner.forward``."""
+        """Feed what the cache lacks of rows 0, 1, .. Returns the logits of the last ``num_logits`` tokens of each."""
 
     def score(self, token_ids: Sequence[int], row: int, max_tokens: int) -> Floats:
-        """See ``ModelRunner.score``."""
+        """Feed up to ``max_tokens`` more tokens of one row. Returns the logits after each, float32 [count, V]."""
 
 
 DrafterT = TypeVar("DrafterT", bound=BaseDrafter)
@@ -99,7 +99,7 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
         self.use_logits = use_logits
         self._texts = texts or CachedTexts(target)
         self._draft_texts = self.drafter.texts if self.drafter else None
-        self._caches: list[CachedTexts[Any]] = [one for one in (self._texts, self._draft_texts) if one]
+        self._caches: list[CachedTexts[Any]] = [cached for cached in (self._texts, self._draft_texts) if cached]
 
     @abstractmethod
     def step(self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False) -> RoundResult:
@@ -167,7 +167,7 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
 
         def tokens_to_prefill() -> list[int]:
             left = [texts.tokens_to_prefill(requests, first) for texts in caches]
-            return [max(own) for own in zip(*left, [0] * len(requests), strict=True)]
+            return [max(counts) for counts in zip(*left, [0] * len(requests), strict=True)]
 
         chunk = max(1, self.prefill_chunk_size // len(requests))
         max_tokens = chunk if chunked else max(chunk, min(tokens_to_prefill()))
@@ -201,13 +201,13 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
         for texts in self._caches:
             texts.cache_prefix(request, row)
 
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, first: int, second: int) -> None:
         """Exchange two rows. After an error both count as empty in every model."""
         try:
             for holder in self._row_holders():
-                holder.swap(one, other)
+                holder.swap(first, second)
         except BaseException:
-            for row in (one, other):
+            for row in (first, second):
                 for texts in self._caches:
                     texts.invalidate(row)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ _SLOPE_ROUNDS = 0.25
 """Rounds that the expected time of a draft token counts as."""
 _OUTLIER = 1.5
 """Limit of a round's time, in expected ones."""
+_OPTIMISM = 0.06
+"""Share of its time by which a length that was never tried counts as shorter."""
 _FLATTEST = 0.01
 """Share of T(0) by which the longest round is expected to take longer, at the least."""
 
@@ -62,11 +65,16 @@ class RoundTimes:
         if any(self.counts):
             seconds = min(seconds, _OUTLIER * times[nearest])
         # Plain rounds, of which there may be thousands, say nothing new of those that draft.
-        for place in range(len(times) if draft_len else 1):
-            self.counts[place] *= 1 - 1 / _WINDOW
+        for index in range(len(times) if draft_len else 1):
+            self.counts[index] *= 1 - 1 / _WINDOW
         self.counts[nearest] += 1
         self._means[nearest] += (seconds - self._means[nearest]) / self.counts[nearest]
         self.seconds = self._estimate()
+
+    def optimistic(self) -> list[float]:
+        """``seconds``, less for the lengths that were rarely tried, so that they are tried."""
+        counts = enumerate(self.counts)
+        return [self.seconds[g] * (1 - _OPTIMISM / math.sqrt(count + 1)) for g, count in counts]
 
     def _estimate(self) -> list[float]:
         """Means of what was measured of each length and of the line of all."""

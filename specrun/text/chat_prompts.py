@@ -1,4 +1,4 @@
-"""Conversations to prompts: the chat template of a tokenizer, and what it says of tools."""
+"""Conversations to prompts: a tokenizer's chat template, and how it shows tools."""
 
 from __future__ import annotations
 

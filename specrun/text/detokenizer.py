@@ -23,9 +23,9 @@ class Detokenizer:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self.added_tokens: Mapping[str, int] = {one.content: token for token, one in added.items()}
+        self.added_tokens: Mapping[str, int] = {added_token.content: token for token, added_token in added.items()}
         """Ids of added tokens, by content."""
-        self._special = {token for token, one in added.items() if one.special}
+        self._special = {token for token, added_token in added.items() if added_token.special}
         self._bytes = {tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -87,19 +87,18 @@ class TextStream:
     def push(self, token: int) -> str:
         """Add one token; return the text that is now certain. Bytes of an unfinished character wait."""
         if self._detokenizer.is_silent(token):
-            if (own := self._shown_tokens.get(token)) is None:
-                return ""
-            return self._take(len(self._pending), self._decode(self._pending) + own)
+            shown = self._shown_tokens.get(token)
+            return "" if shown is None else self._take(len(self._pending), self._decode(self._pending) + shown)
         self._pending.append(token)
         if self._detokenizer.is_byte(token):
             return ""
         text = self._decode(self._pending)
         if not text.endswith(_REPLACEMENT):
             return self._take(len(self._pending), text)
-        if len(self._pending) > _LONGEST_HELD:
-            count = self._whole_characters(text)
-            return self._take(count, self._decode(self._pending[:count]))
-        return ""
+        if len(self._pending) <= _LONGEST_HELD:
+            return ""
+        count = self._whole_characters(text)
+        return self._take(count, self._decode(self._pending[:count]))
 
     def finish(self) -> str:
         """The text that was waiting: for the end of a character, or for a stop text that did not come."""

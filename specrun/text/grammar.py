@@ -159,8 +159,12 @@ def _answer_source(constraint: Constraint) -> str:
         text = '{"type": "object"}'
     if kind in ("json_schema", "json_object"):
         schema = json.loads(text)
-        own = not isinstance(schema, dict) or "x-guidance" in schema  # llguidance's own way to set such things.
-        return LLMatcher.grammar_from_json_schema(text, defaults=None if own else {"whitespace_pattern": WHITESPACE})
+        is_configured = (
+            not isinstance(schema, dict) or "x-guidance" in schema
+        )  # llguidance's own way to set such things.
+        return LLMatcher.grammar_from_json_schema(
+            text, defaults=None if is_configured else {"whitespace_pattern": WHITESPACE}
+        )
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":  # One terminal: alternatives of a rule take time that grows with the square of their number.

@@ -1,4 +1,4 @@
-"""A limit on the time that a stranger's Python code runs in this thread."""
+"""A limit on the time that untrusted Python code runs in this thread."""
 
 from __future__ import annotations
 

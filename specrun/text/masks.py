@@ -47,13 +47,13 @@ def fill_masks(
         began = time.perf_counter()
         fill_next_token_bitmask_par(_executor(), [(at, number) for number, (_, _, at) in enumerate(asked)], filled)
         are_slow = time.perf_counter() - began > SLOW_MASK_SECONDS * len(asked)
-        own = filled[:, : masks.shape[1]].view(np.uint32)
+        filled_words = filled[:, : masks.shape[1]].view(np.uint32)
         for number, (row, matcher, _) in enumerate(asked):
             matcher.is_slow = are_slow  # The next one is timed by itself.
             masks[row] = 0  # The model may have more ids than the tokenizer.
             with suppress(RequestError):
                 matcher.require_no_error()
-                masks[row, : own.shape[1]] = own[number]
+                masks[row, : filled_words.shape[1]] = filled_words[number]
     return masks
 
 

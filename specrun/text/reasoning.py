@@ -151,9 +151,9 @@ class ReasoningParser:
 
     def _take_thought(self, ended: bool) -> str:
         """More of the thought, up to its end."""
-        place = self._text.find(self._form.end)
-        if place >= 0:
-            taken, self._text = self._text[:place].rstrip(), self._text[place + len(self._form.end) :]
+        end = self._text.find(self._form.end)
+        if end >= 0:
+            taken, self._text = self._text[:end].rstrip(), self._text[end + len(self._form.end) :]
             self.is_inside = False
         else:
             held = 0 if ended else _overlap(self._text, self._form.end)
@@ -187,11 +187,11 @@ class ReasoningParser:
         if self._may_begin:  # A beginning has come in part.
             return ""
         if self._has_header:
-            found = _compiled(self._form.header_pattern).match(self._text.lstrip(), partial=not ended)
-            if found and found.partial:
+            header = _compiled(self._form.header_pattern).match(self._text.lstrip(), partial=not ended)
+            if header and header.partial:
                 return ""
-            if found:
-                self._text = self._text.lstrip()[found.end() :]
+            if header:
+                self._text = self._text.lstrip()[header.end() :]
             self._has_header = False
         taken, self._text = self._text, ""
         if self._is_fresh:

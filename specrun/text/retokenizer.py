@@ -206,7 +206,7 @@ def _prefix(tokenizer: tokenizers.Tokenizer) -> list[int]:
     return whole[: next(starts, 0)]
 
 
-def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
     """How many of the first items are equal."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -1,4 +1,4 @@
-"""Texts of strangers to token ids: one that is too long costs nothing, and a long one keeps no other thread waiting."""
+"""Untrusted texts to token ids: a text that is too long costs nothing, and a long one blocks no other thread."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class TokenBytes:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self._added = {token: str(one.content) for token, one in added.items()}
-        self._special = {token for token, one in added.items() if one.special}
+        self._added = {token: str(added_token.content) for token, added_token in added.items()}
+        self._special = {token for token, added_token in added.items() if added_token.special}
         # The whole tokenizer as JSON would take a second for a large vocabulary.
         parts = list(_decoders(json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None))
         self._byte_level = _byte_level_alphabet() if any(part["type"] == "ByteLevel" for part in parts) else {}

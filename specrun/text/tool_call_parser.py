@@ -163,19 +163,19 @@ class ToolCallParser:
     def _read_behind(self, ended: bool) -> bool:
         """Behind a call: another one, or what closes it."""
         if self.form.following and self._expected.several:
-            found = _compiled(self.form.following).match(self._text, partial=not ended)
-            if found and not found.partial:
-                self._begin(found, 0)
+            match = _compiled(self.form.following).match(self._text, partial=not ended)
+            if match and not match.partial:
+                self._begin(match, 0)
                 return True
-            if found and self._text.strip() and len(self._text) <= LONGEST_HELD:
+            if match and self._text.strip() and len(self._text) <= LONGEST_HELD:
                 return False
         while self._closings:
-            found = _compiled(self._closings[0]).match(self._text, partial=True)
-            is_part = found and found.partial and not ended
+            match = _compiled(self._closings[0]).match(self._text, partial=True)
+            is_part = match and match.partial and not ended
             if is_part and len(self._text) <= LONGEST_HELD:
                 return False
-            if found and not is_part:
-                self._text = self._text[found.end() :]
+            if match and not is_part:
+                self._text = self._text[match.end() :]
             del self._closings[0]
         self._may_follow = False
         return True

@@ -61,7 +61,7 @@ class Tools:
         """JSON schemas of the arguments of the functions that must, or else may be called, by name."""
         functions = [tool["function"] for tool in self.definitions]
         names = self.must_call or [function["name"] for function in functions]
-        return {one["name"]: _schema(one.get("parameters")) for one in functions if one["name"] in names}
+        return {each["name"]: _schema(each.get("parameters")) for each in functions if each["name"] in names}
 
 
 def _check_definition(where: str, definition: Any) -> str:

@@ -66,7 +66,7 @@ class VocabMapping:
         self.counterparts: list[int] = known.tolist()
         """[V]: the draft's id of each of the target's tokens, or ABSENT."""
         self._source = np.full((draft_size or _num_ids(draft)) + 1, -np.inf, np.float32)
-        self._places = np.where(known == ABSENT, len(self._source) - 1, known)
+        self._indices = np.where(known == ABSENT, len(self._source) - 1, known)
         """[V]: where the logit of each of the target's tokens stands in ``_source``."""
         self._moved = np.empty(len(known), np.float32)
 
@@ -80,7 +80,7 @@ class VocabMapping:
         logits: float32 [V of the draft]. Returns float32 [V of the target].
         """
         self._source[:-1] = whole_nan(logits)
-        return self._source.take(self._places, out=self._moved, mode="clip")  # Checked indices would be copied.
+        return self._source.take(self._indices, out=self._moved, mode="clip")  # Checked indices would be copied.
 
     def describe(self, sample: Sequence[int]) -> str:
         """What a draft can propose, in one line. sample: the target's ids of SAMPLE."""

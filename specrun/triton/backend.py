@@ -89,15 +89,15 @@ class TritonPythonModel:
             self.responses.do(partial(response.fail, error))
 
     def _give_to_engine(self, parsed: ParsedRequest, response: Response) -> None:
-        made = self.decoder.request(parsed.prompt, parsed.params, parsed.options, name=parsed.prompt_name)
+        request = self.decoder.request(parsed.prompt, parsed.params, parsed.options, name=parsed.prompt_name)
         response.answer = UnsentAnswer(
-            parsed.stream, made.options.logprobs is not None, made.echo, len(made.prompt), parsed.is_probe
+            parsed.stream, request.options.logprobs is not None, request.echo, len(request.prompt), parsed.is_probe
         )
         if parsed.is_probe and self._is_busy():
             ended = Ended("length", 0, Stats(), None)
             self.responses.do(partial(response.receive, 0, Update((), (), (), ended)))
         else:
-            response.submission = self.engine.submit([made], response.receive)
+            response.submission = self.engine.submit([request], response.receive)
 
     def _is_busy(self) -> bool:
         """Whether other requests show that the engine works. Raises EngineStoppedError where it does not work."""

@@ -61,7 +61,7 @@ def write_repository(
             (work / name / "config.pbtxt").write_text(model_config(name, settings, max_queue))
             shutil.copyfile(_MODEL_FILE, folder / "model.py")
             for link, directory in directories.items():
-                _place(directory, folder / link, copy, copied)
+                _put(directory, folder / link, copy, copied)
         shutil.copyfile(_PROBE_FILE, work / "probe.py")
         (work / "probe.py").chmod(0o755)
         kind = {"kind": TRITON_KIND, "version": 1, "specrun": __version__, "models": list(models)}
@@ -108,12 +108,12 @@ def _parameters(values: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _place(directory: Path, place: Path, copy: bool, copied: dict[Path, Path]) -> None:
-    """Let ``directory`` be found at ``place``. copied: where the copy of a directory is already."""
+def _put(directory: Path, path: Path, copy: bool, copied: dict[Path, Path]) -> None:
+    """Let ``directory`` be found at ``path``. copied: where the copy of a directory is already."""
     if not copy:
-        place.symlink_to(directory.resolve(), target_is_directory=True)
+        path.symlink_to(directory.resolve(), target_is_directory=True)
     elif directory in copied:
-        shutil.copytree(copied[directory], place, copy_function=os.link)
+        shutil.copytree(copied[directory], path, copy_function=os.link)
     else:
-        copied[directory] = place
-        shutil.copytree(directory, place)
+        copied[directory] = path
+        shutil.copytree(directory, path)

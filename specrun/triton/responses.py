@@ -108,7 +108,7 @@ class ResponseThread:
 
     def deliver(self, updates: Sequence[RequestUpdate]) -> None:
         """Take what a step has brought."""
-        self.do(lambda: [one.deliver() for one in updates])
+        self.do(lambda: [update.deliver() for update in updates])
 
     def do(self, work: Callable[[], object]) -> None:
         """Let the thread do ``work``, after what it was given before. Any thread may call this."""

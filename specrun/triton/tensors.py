@@ -70,7 +70,9 @@ OUTPUTS = (
     TensorType("acceptance_rate", "TYPE_FP32"),
 )
 
-_SAMPLING = {one.name: one.name for one in fields(SamplingParams) if one.name != "logit_bias"} | {"seed": "random_seed"}
+_SAMPLING = {field.name: field.name for field in fields(SamplingParams) if field.name != "logit_bias"} | {
+    "seed": "random_seed"
+}
 """Fields of ``SamplingParams``, and the inputs that set them."""
 _OPTIONS = {
     "max_output_len": "max_tokens",

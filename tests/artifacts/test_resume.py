@@ -108,15 +108,13 @@ def run(text: Path) -> Run:
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("llama3", {"kv_cache_dtype": "int8", "draft": "qwen2"}), ("mixtral", {"kv_cache_dtype": "fp8"})],
-    ids=["cache and draft", "experts"],
+    [("llama3", {"kv_cache_dtype": "int8"}), ("mixtral", {"kv_cache_dtype": "fp8"})],
+    ids=["cache", "experts"],
 )
 def test_a_quantization_goes_on_to_the_same_files(
     family: str, options: dict[str, Any], tmp_path: Path, run: Run
 ) -> None:
-    source, output, options = save_checkpoint(tmp_path / "source", family, seed=1), tmp_path / "out", dict(options)
-    if draft := options.pop("draft", None):
-        options["draft_dir"] = str(save_checkpoint(tmp_path / "draft", draft, seed=2))
+    source, output = save_checkpoint(tmp_path / "source", family, seed=1), tmp_path / "out"
     whole = run(source, tmp_path / "whole", **options)
     assert (whole.done[CALIBRATE], whole.done[COMPARE]) == (ROWS, HELD_OUT)
 
@@ -135,7 +133,7 @@ def test_a_quantization_goes_on_to_the_same_files(
     assert (fourth.done[CALIBRATE], fourth.done[COMPARE]) == (0, HELD_OUT - 1)
     assert WRITE not in fourth.done
     assert files(output) == files(tmp_path / "whole")
-    assert {path.name for path in tmp_path.iterdir()} <= {"source", "draft", "text.txt", "whole", "out"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"source", "text.txt", "whole", "out"}
 
 
 def test_what_was_kept_is_what_counts(hf: Path, tmp_path: Path, run: Run) -> None:

@@ -202,7 +202,9 @@ def seconds_a_token(
                 lengths.observe(requests, result._replace(seconds=time * generator.lognormal(0, 0.03)))
                 elapsed += time
                 for request, outcome in zip(requests, outcomes, strict=True):
-                    told += len(request.commit(outcome))
+                    before = len(request.token_outputs)
+                    request.commit(outcome)
+                    told += len(request.token_outputs) - before
                 for row in reversed(range(len(requests))):
                     if requests[row].finish_reason:
                         rounds.swap(row, len(requests) - 1)

@@ -131,7 +131,7 @@ def test_the_ids_are_the_targets_own(target: Path, draft: Path, kind: str, draft
         drafter = {"suffix": left, "hybrid": getattr(left, "suffix", None), "device": getattr(left, "drafter", None)}[
             kind
         ]
-        assert not drafter._own and not drafter._drafts
+        assert not drafter._followed and not drafter._drafts
     if draft_len:
         assert 20 < accepted[0] < accepted[1]
 

@@ -33,7 +33,6 @@ from specbuild.quantization.recipe import QFORMATS, QFormat, Recipe
 from specbuild.quantize.compressed_tensors_format import configuration, tensors
 from specbuild.quantize.quantize import AUTO, LEAST_TOP1
 from specbuild.weights.activation import Activation
-from specbuild.weights.packed_model import PackedModel
 from specrun.builder import is_checkpoint
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BuildConfigError
@@ -176,41 +175,6 @@ def test_the_report_is_what_a_direct_computation_gives(
         float((before.argmax(-1) == after.argmax(-1)).float().mean()), abs=0.07
     )
     assert quality["mean_kl"] > 0
-
-
-def test_the_acceptance_rate_of_a_pair(dense: Path, text: Path, tmp_path: Path) -> None:
-    """The draft is the model itself, then another one, then that one quantized: each as transformers computes it."""
-    other = save_checkpoint(tmp_path / "other", "qwen2", seed=2)
-    run(other, tmp_path / "other-int8", text, qformat="int8", quality=False)
-    rows = read_texts(TextOptions(str(text), **TEXTS), dense).held_out
-
-    def choices(directory: Path, packed: PackedModel) -> torch.Tensor:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-
-        def see(name: str, x: torch.Tensor) -> torch.Tensor:
-            activation = packed.linears[name].activation if name in packed.linears else None
-            return x if activation is None else simulated(x, activation)
-
-        with torch.no_grad(), inputs_seen(model, see):
-            for name, weight in packed.linears.items():
-                model.get_parameter(name).copy_(torch.from_numpy(weight.dequantize()).T)
-            found: torch.Tensor = model(torch.from_numpy(rows)).logits[:, :-1].argmax(-1)
-        return found
-
-    none = PackedModel()
-    before = choices(dense, none)
-    report = run(dense, tmp_path / "out", text, qformat="int4", draft_dir=str(dense))
-    after = choices(dense, meta_model(tmp_path / "out")[1])
-    drafts = ((dense, dense, none), (other, other, none), (tmp_path / "other-int8", other, None))
-    for directory, base, packed in drafts:
-        quality = run(dense, tmp_path / "out", text, qformat="int4", draft_dir=str(directory), force=True)["quality"]
-        proposed = choices(base, packed or meta_model(directory)[1])
-        for name, side in (("original_acceptance_rate", before), ("acceptance_rate", after)):
-            assert quality[name] == pytest.approx(float((side == proposed).float().mean()), abs=0.04), directory
-        if directory == dense:
-            assert quality["original_acceptance_rate"] == 1
-            assert quality["acceptance_rate"] == quality["top1_agreement"] < 1
-    assert report["draft"] == str(dense)
 
 
 def simulated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -428,29 +392,6 @@ def test_bad_options_and_checkpoints(dense: Path, text: Path, tmp_path: Path, mo
     says(line, "are needed and 1.0 kB are free")
     assert "calibrate" not in full.stderr
     assert not out.exists()
-
-
-def test_bad_drafts(dense: Path, text: Path, tmp_path: Path) -> None:
-    def refused(*options: object) -> str:
-        line = error_line(build("quantize", "--model_dir", dense, "--output_dir", tmp_path / "out", *options))
-        assert not (tmp_path / "out").exists()
-        return line
-
-    says(refused("--draft_dir", dense, "--no-quality"), "--draft_dir", "leave out --no-quality")
-    says(refused("--draft_dir", tmp_path / "none"), "none: no such directory", "--draft_dir")
-    other = shutil.copytree(dense, tmp_path / "other")
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    tokenizer["added_tokens"][0]["content"] = "<another>"
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    says(refused("--draft_dir", other), f"--draft_dir {other}", "another tokenizer")
-    short = save_checkpoint(tmp_path / "short", "llama3", vocab_size=40)
-    says(refused("--draft_dir", short, "--calib_dataset", text, "--calib_max_seq_length", 16), str(short), "40")
-    broken = save_checkpoint(tmp_path / "broken", "llama3")
-    tensors = load_file(broken / "model.safetensors")
-    tensors["model.norm.weight"][0] = torch.inf
-    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
-    line = refused("--draft_dir", broken, "--calib_dataset", text, "--calib_max_seq_length", 16)
-    says(line, str(broken), "not finite")
 
 
 @pytest.mark.quick("int4", "auto")

@@ -36,10 +36,10 @@ def test_it_leads_where_it_says(tmp_path: Path) -> None:
         finally:
             sys.setprofile(None)
     assert request.text and request.stats.accepted
-    first_text = next(place for place, code in enumerate(calls) if code.co_qualname == path[-1])
+    first_text = next(index for index, code in enumerate(calls) if code.co_qualname == path[-1])
     later, lines = iter(calls[: first_text + 1]), 0
     for name in path:
-        found = next((code for code in later if code.co_qualname == name), None)
-        assert found, f"{name} is not called after those before it"
-        lines += len(inspect.getsourcelines(found)[0])
-    assert lines <= 560
+        function = next((code for code in later if code.co_qualname == name), None)
+        assert function, f"{name} is not called after those before it"
+        lines += len(inspect.getsourcelines(function)[0])
+    assert lines <= 450

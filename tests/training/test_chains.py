@@ -41,7 +41,7 @@ def test_every_origins_chain_is_what_a_head_would_draft(random_target: Path, tmp
         with watched(model, student.fusion) as features:
             model(ids)
         found = list(student.drafts(ids, torch.ones_like(ids), features(), CHAIN))
-        logits = [student.logits(states, draft) for draft, states in enumerate(found)]
+        logits = [student.logits(states) for states in found]
     features_ = fused(dialect, tensors, states_of(random_target, ids))
     embedding = target_matrix(random_target, "embed_tokens")
     drafted = torch.arange(VOCAB) if student.vocabulary is None else student.vocabulary
@@ -82,7 +82,7 @@ class Fixed(Student):
     def drafts(self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int) -> Any:
         return iter(self.said[:count])
 
-    def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
         return states
 
     def save(self, directory: Path, dtype: torch.dtype) -> None:

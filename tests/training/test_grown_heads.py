@@ -6,16 +6,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 
 from scripts import grow_head
 from scripts.grow_checkpoint import main as grow_checkpoint
 from scripts.growth import Growth
-from specbuild.head_formats.medusa import FILE_NAME
 from specrun.errors import SpecError
-from tests.helpers.character_model import train
 from tests.helpers.families import save_checkpoint
 from tests.helpers.heads.made import make_pair
 from tests.helpers.trained_drafts import GREEDY, SMALL, decode
@@ -46,18 +42,6 @@ def test_a_grown_heads_drafts_are_the_small_ones(
     assert [one.output for one in large] == [one.output for one in small]
     counts = [[(one.stats.evaluated, one.stats.accepted) for one in requests] for requests in (small, large)]
     assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_medusa_heads_grow_too(
-    target: Path, answered: Path, grown_target: Path, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    """Also from 16 bits: heads have their target's dtype, and the demo's target is stored in float16."""
-    train(target, tmp_path / "hf", "medusa", answered / "data.jsonl", steps=2, draft_len=2)
-    file = tmp_path / "hf" / FILE_NAME
-    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
-    grow_head.grow(tmp_path / "hf", target, grown_target, tmp_path / "grown")
-    assert {tensor.dtype for tensor in load_file(tmp_path / "grown" / FILE_NAME).values()} == {torch.float32}
 
 
 def test_a_head_that_computes_something_else_is_not_written(

@@ -69,9 +69,9 @@ def test_the_target_in_pytorch_answers_as_the_engine_does(answered: Path, target
     prompts = (Prompt(Place(number, ""), example) for number, example in enumerate(examples, 1))
     found = answer_with_model(model, RowMaker(target, 128, 320, False), 3, Sampling(LENGTH, 0.0, 0), prompts)
     expected = {line["line"]: line["messages"][-1]["content"] for line in lines(answered / "data.jsonl")}
-    assert {prompt.place.line: text for prompt, text in found} == expected
+    assert {prompt.position.line: text for prompt, text in found} == expected
     options: dict[str, Any] = {"steps": 1, "max_length": 40}
-    assert train(target, tmp_path / "head", "medusa", prompts=answered / "prompts.txt", **options)["step"] == 1
+    assert train(target, tmp_path / "head", "eagle3", prompts=answered / "prompts.txt", **options)["step"] == 1
     own = lines(tmp_path / "head.data.jsonl")
     assert [line["messages"][0]["content"] for line in own] == PROMPTS
 

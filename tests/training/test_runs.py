@@ -23,7 +23,7 @@ from tests.helpers.character_model import train, write_lines
 from tests.helpers.command_errors import build, error_line, says
 
 SHORT: dict[str, Any] = {"steps": 6, "save_steps": 4, "batch_size": 4, "draft_len": 2}
-FILES = {"eagle3": "model.safetensors", "medusa": "medusa_lm_head.safetensors", "model": "model.safetensors"}
+KINDS = ("eagle3", "model")
 
 
 class Interrupting(Stages):
@@ -53,10 +53,10 @@ class Interrupting(Stages):
 
 
 def weights(directory: Path, kind: str) -> dict[str, torch.Tensor]:
-    return load_file(directory / FILES[kind])
+    return load_file(directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
     target: Path, answered: Path, tmp_path: Path, kind: Any
 ) -> None:
@@ -84,33 +84,33 @@ def test_runs_that_cannot_go_on(target: Path, answered: Path, tmp_path: Path) ->
     output, data = tmp_path / "out", tmp_path / "data.jsonl"
     shutil.copyfile(answered / "data.jsonl", data)
     with pytest.raises(KeyboardInterrupt):
-        train_draft(TrainOptions(str(target), output, "medusa", data, **SHORT), Interrupting(1))
+        train_draft(TrainOptions(str(target), output, "eagle3", data, **SHORT), Interrupting(1))
     with pytest.raises(OutputExistsError, match="give --resume to go on with it, or --force"):
-        train(target, output, "medusa", data, **SHORT)
+        train(target, output, "eagle3", data, **SHORT)
     for changes, said in [
         ({"batch_size": 2}, "--batch_size: the run in .* began with 4"),
         ({"seed": 3}, "--seed: the run in .* began with 0"),
     ]:
         with pytest.raises(BuildConfigError, match=said):
-            train(target, output, "medusa", data, resume=True, **{**SHORT, **changes})
+            train(target, output, "eagle3", data, resume=True, **{**SHORT, **changes})
     data.write_text(data.read_text() + json.dumps({"text": "one more text"}) + "\n")
     with pytest.raises(BuildConfigError, match=r"--data: the run in .* began with another file"):
-        train(target, output, "medusa", data, resume=True, **SHORT)
+        train(target, output, "eagle3", data, resume=True, **SHORT)
     record = output.with_name("out.checkpoint") / "training.json"
     record.write_text(record.read_text()[:20])
     with pytest.raises(Exception, match="no run that can be resumed"):
-        train(target, output, "medusa", data, resume=True, **SHORT)
+        train(target, output, "eagle3", data, resume=True, **SHORT)
 
 
 def test_a_run_may_end_early(target: Path, answered: Path, tmp_path: Path) -> None:
     output, data, stages = tmp_path / "out", answered / "data.jsonl", Interrupting(3)
     with pytest.raises(KeyboardInterrupt):
-        train_draft(TrainOptions(str(target), output, "medusa", data, **SHORT), stages)
+        train_draft(TrainOptions(str(target), output, "eagle3", data, **SHORT), stages)
     assert any("--resume --steps 3 it ends here" in line for line in stages.said)
-    kept = weights(tmp_path / "out.checkpoint", "medusa")
-    early = train(target, output, "medusa", data, resume=True, **{**SHORT, "steps": 3})
+    kept = weights(tmp_path / "out.checkpoint", "eagle3")
+    early = train(target, output, "eagle3", data, resume=True, **{**SHORT, "steps": 3})
     assert (early["step"], early["settings"]["steps"]) == (3, 3)
-    found = weights(output, "medusa")
+    found = weights(output, "eagle3")
     assert all(torch.equal(found[name], tensor.to(found[name].dtype)) for name, tensor in kept.items())
 
 
@@ -163,10 +163,10 @@ def test_a_wider_head_begins_as_the_last_layer_of_the_target(target: Path, answe
 
 Bad = Callable[[Path], list[object]]
 BAD: list[tuple[Bad, list[str]]] = [
-    (lambda _: ["--kind", "medusa"], ["expected --data or --prompts, and not both"]),
-    (lambda root: ["--kind", "medusa", "--data", root / "none"], ["--data", "no such file"]),
-    (lambda root: [*good(root), "--draft_vocab_size", 10], ["--draft_vocab_size is for --kind eagle3"]),
-    (lambda root: [*good(root), "--intermediate_size", 10], ["--intermediate_size is for --kind eagle3"]),
+    (lambda _: ["--kind", "eagle3"], ["expected --data or --prompts, and not both"]),
+    (lambda root: ["--kind", "eagle3", "--data", root / "none"], ["--data", "no such file"]),
+    (lambda root: [*good(root, "model"), "--draft_vocab_size", 10], ["--draft_vocab_size is for --kind eagle3"]),
+    (lambda root: [*good(root, "model"), "--intermediate_size", 10], ["--intermediate_size is for --kind eagle3"]),
     (lambda root: [*good(root), "--steps", 0], ["--steps 0: expected at least 1"]),
     (lambda root: [*good(root), "--learning_rate", 2], ["--learning_rate 2.0"]),
     (lambda root: [*good(root), "--device", "tpu"], ["--device tpu", "cuda:1"]),
@@ -176,7 +176,7 @@ BAD: list[tuple[Bad, list[str]]] = [
 ]
 
 
-def good(root: Path, kind: str = "medusa") -> list[object]:
+def good(root: Path, kind: str = "eagle3") -> list[object]:
     return ["--kind", kind, "--data", write_lines(root / "data.jsonl", {"text": "abcdef"}, {"text": "ghijkl"})]
 
 

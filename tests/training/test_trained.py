@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from specbuild.export.features import watched
@@ -22,7 +21,6 @@ from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.helpers.character_model import train
 from tests.helpers.engines import make_engine, make_onnx
-from tests.helpers.heads.made import make_pair
 from tests.helpers.trained_drafts import GREEDY, SMALL, decode
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=3)
@@ -95,32 +93,3 @@ def test_a_draft_model_is_distilled(target: Path, answered: Path, tmp_path: Path
         if params is GREEDY:
             assert acceptance(found) > 0.6
     assert record["history"][-1]["acceptance"][0] > 0
-
-
-@pytest.mark.slow("training/test_chains.py has its losses")
-def test_medusa_heads_learn(target: Path, answered: Path, tmp_path: Path) -> None:
-    """Their files have FasterDecoding's names, their loss falls, and their drafts are accepted."""
-    options = {"draft_len": 3, "learning_rate": 6e-3, "save_steps": 1}
-    before = train(target, tmp_path / "before", "medusa", answered / "data.jsonl", steps=1, **options)["history"][-1]
-    options["save_steps"] = 60
-    after = train(target, tmp_path / "after", "medusa", answered / "data.jsonl", steps=60, **options)["history"][-1]
-    assert after["loss"] < 0.5 * before["loss"]
-    tensors = load_file(tmp_path / "after" / "medusa_lm_head.safetensors")
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    assert shapes == {
-        key: shape
-        for head in range(3)
-        for key, shape in (
-            (f"{head}.0.linear.weight", (64, 64)),
-            (f"{head}.0.linear.bias", (64,)),
-            (f"{head}.1.weight", (320, 64)),
-        )
-    }
-    config = json.loads((tmp_path / "after" / "config.json").read_text())
-    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 1)
-    assert config["base_model_name_or_path"] == str(target)
-    make_pair(target, tmp_path / "after", tmp_path / "pair")
-    alone = decode(answered / "engine", None, SEEDED)
-    found = decode(tmp_path / "pair" / "target", tmp_path / "pair" / "head", SEEDED)
-    assert [request.output for request in found] == [request.output for request in alone]
-    assert acceptance(decode(tmp_path / "pair" / "target", tmp_path / "pair" / "head", GREEDY)) > 0.5

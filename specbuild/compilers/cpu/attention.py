@@ -88,12 +88,12 @@ def _normalize_heads_first(graph: ir.Graph) -> None:
         if len(swap.outputs[0].uses()) != 1 or swap.inputs[0] is None:
             continue
         old = norm.outputs[0]
-        own = ir.node("RMSNormalization", [swap.inputs[0], *norm.inputs[1:]], norm.attributes, name=norm.name)
-        turned = ir.node("Transpose", [own.outputs[0]], swap.attributes, name=swap.name)
-        for node in (own, turned):
+        moved = ir.node("RMSNormalization", [swap.inputs[0], *norm.inputs[1:]], norm.attributes, name=norm.name)
+        turned = ir.node("Transpose", [moved.outputs[0]], swap.attributes, name=swap.name)
+        for node in (moved, turned):
             node.outputs[0].name, node.outputs[0].dtype = f"{node.name}.{node.op_type}", ir.DataType.FLOAT
         turned.outputs[0].shape = old.shape
-        ir.convenience.replace_nodes_and_values(graph, norm, [norm, swap], [own, turned], [old], turned.outputs)
+        ir.convenience.replace_nodes_and_values(graph, norm, [norm, swap], [moved, turned], [old], turned.outputs)
 
 
 def _rotate_whole_heads(model: ir.Model) -> None:
@@ -113,9 +113,9 @@ def _rotate_whole_heads(model: ir.Model) -> None:
         attributes = {**bound["rotated"].producer().attributes}
         attributes["rotary_embedding_dim"] = ir.AttrInt64("rotary_embedding_dim", size)
         inputs = [bound[name] for name in ("heads", "cos", "sin")]
-        own = ir.Node("", "RotaryEmbedding", inputs, list(attributes.values()), name=f"{node.name}.rotated")
-        own.outputs[0].name = own.name
-        ir.convenience.replace_nodes_and_values(model.graph, node, [node], [own], node.outputs, own.outputs)
+        rotation = ir.Node("", "RotaryEmbedding", inputs, list(attributes.values()), name=f"{node.name}.rotated")
+        rotation.outputs[0].name = rotation.name
+        ir.convenience.replace_nodes_and_values(model.graph, node, [node], [rotation], node.outputs, rotation.outputs)
 
 
 def _rotated_part(
@@ -169,14 +169,14 @@ def _fuse(
         for scatter, bits in zip(scatters, (8, value_bits), strict=True):
             _pack(scatter, width, bits)
     name = f"{node.name}.cached"
-    own = ir.node(operator, inputs, attributes, domain=DOMAIN, num_outputs=1 + len(scatters), name=name)
-    made, results, removed = [own], list(own.outputs), [*views, *([swap] if swap else []), node, *scatters]
+    fused = ir.node(operator, inputs, attributes, domain=DOMAIN, num_outputs=1 + len(scatters), name=name)
+    new_nodes, results, removed = [fused], list(fused.outputs), [*views, *([swap] if swap else []), node, *scatters]
     if swap is None:  # Something else is done to the answers first.
-        made.append(ir.node("Transpose", [own.outputs[0]], {"perm": _SWAPPED}, name=f"{name}.swapped"))
-        results[0] = made[-1].outputs[0]
-        results[0].name, results[0].dtype = made[-1].name, ir.DataType.FLOAT
+        new_nodes.append(ir.node("Transpose", [fused.outputs[0]], {"perm": _SWAPPED}, name=f"{name}.swapped"))
+        results[0] = new_nodes[-1].outputs[0]
+        results[0].name, results[0].dtype = new_nodes[-1].name, ir.DataType.FLOAT
     old = [removed[0].outputs[0], *(scatter.outputs[0] for scatter in scatters)]
-    ir.convenience.replace_nodes_and_values(graph, node, removed, made, old, results)
+    ir.convenience.replace_nodes_and_values(graph, node, removed, new_nodes, old, results)
     return True
 
 
@@ -222,8 +222,8 @@ def _is_swap(node: ir.Node | None) -> bool:
 
 def _all_heads(graph: ir.Graph, attention: ir.Node, values: list[ir.Value | None]) -> list[_Heads]:
     """Queries, and perhaps keys and values [B, H, S, D], before they are swapped; perhaps rotated by nodes."""
-    found = [_heads(value) for value in values]
-    heads = [each for each in found if each is not None]
+    candidates = [_heads(value) for value in values]
+    heads = [each for each in candidates if each is not None]
     if len(heads) == 3 and heads[2].rotation is None and _alike(heads[0].rotation, heads[1].rotation):
         return heads
     swaps = [ir.node("Transpose", [value], {"perm": _SWAPPED}) for value in values]
@@ -249,12 +249,12 @@ def _heads(value: ir.Value | None) -> _Heads | None:
     return _Heads(tokens, rotation)
 
 
-def _alike(one: ir.Node | None, other: ir.Node | None) -> bool:
-    if one is None or other is None:
-        return one is other
+def _alike(node: ir.Node | None, other: ir.Node | None) -> bool:
+    if node is None or other is None:
+        return node is other
     names = ("interleaved", "rotary_embedding_dim")
-    return one.inputs[1:] == other.inputs[1:] and all(
-        one.attributes.get_int(name, 0) == other.attributes.get_int(name, 0) for name in names
+    return node.inputs[1:] == other.inputs[1:] and all(
+        node.attributes.get_int(name, 0) == other.attributes.get_int(name, 0) for name in names
     )
 
 

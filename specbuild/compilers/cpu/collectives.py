@@ -16,9 +16,11 @@ def use_collectives(model: ir.Model) -> int:
     for number, node in enumerate(collectives):
         operator = _OPERATORS[node.attributes["collective_operation"].as_string()]
         ranks = node.attributes["nb_rank"].as_int()
-        own = ir.node(operator, node.inputs, {"ranks": ranks, "number": number}, domain=DOMAIN, name=node.name)
-        own.outputs[0].type, own.outputs[0].name = node.outputs[0].type, node.outputs[0].name
-        ir.convenience.replace_nodes_and_values(model.graph, node, [node], [own], node.outputs, own.outputs)
+        replacement = ir.node(operator, node.inputs, {"ranks": ranks, "number": number}, domain=DOMAIN, name=node.name)
+        replacement.outputs[0].type, replacement.outputs[0].name = node.outputs[0].type, node.outputs[0].name
+        ir.convenience.replace_nodes_and_values(
+            model.graph, node, [node], [replacement], node.outputs, replacement.outputs
+        )
     if collectives:
         model.opset_imports[DOMAIN] = VERSION
     return len(collectives)

@@ -75,13 +75,13 @@ def _nodes_of(value: ir.Value, per_expert: set[ir.Value | None]) -> list[ir.Node
 
 def _replace(graph: ir.Graph, mixture: _Mixture) -> None:
     *nodes, weighting = mixture.nodes
-    made: list[ir.Node] = []
+    new_nodes: list[ir.Node] = []
 
     def add(node: ir.Node) -> Sequence[ir.Value]:
-        node.name = f"{mixture.sum.name}.experts.{len(made)}"
+        node.name = f"{mixture.sum.name}.experts.{len(new_nodes)}"
         for number, value in enumerate(node.outputs):
             value.name, value.dtype = f"{node.name}.{number}", ir.DataType.FLOAT
-        made.append(node)
+        new_nodes.append(node)
         return node.outputs
 
     def new(operator: str, *inputs: ir.Value | None, axis: int | None = None) -> ir.Value:
@@ -99,7 +99,7 @@ def _replace(graph: ir.Graph, mixture: _Mixture) -> None:
             )
             results.update(zip(node.outputs, add(copy), strict=True))
         elif node.op_type == "MatMul":
-            weights = _weights(graph, input_of(node, 1), f"{mixture.sum.name}.{len(made)}")
+            weights = _weights(graph, input_of(node, 1), f"{mixture.sum.name}.{len(new_nodes)}")
             product = ir.node(OPERATOR, [inputs[0], experts, *weights], domain=DOMAIN)
             results[node.outputs[0]] = add(product)[0]
         elif node.op_type == "Mul":  # Of what experts read.
@@ -107,13 +107,13 @@ def _replace(graph: ir.Graph, mixture: _Mixture) -> None:
             x = x if node.inputs[0] in results else new("Unsqueeze", x, axis=1)
             results[node.outputs[0]] = new("Mul", x, new("Unsqueeze", _choices(input_of(node, 1))[1], axis=2))
         else:  # A bias [E, 1, N].
-            own = new("Gather", new("Squeeze", inputs[1], axis=1), experts)
-            results[node.outputs[0]] = new(node.op_type, inputs[0], own)
+            selected = new("Gather", new("Squeeze", inputs[1], axis=1), experts)
+            results[node.outputs[0]] = new(node.op_type, inputs[0], selected)
     # As a product its numbers are added in one order, however many tokens there are.
     total = new("MatMul", new("Unsqueeze", shares, axis=1), results[weighting.inputs[0]])
     total = new("Squeeze", total, axis=1)
     old = [*mixture.nodes, mixture.sum]
-    ir.convenience.replace_nodes_and_values(graph, mixture.sum, old, made, mixture.sum.outputs, [total])
+    ir.convenience.replace_nodes_and_values(graph, mixture.sum, old, new_nodes, mixture.sum.outputs, [total])
 
 
 def _choices(routing: ir.Value) -> tuple[ir.Value, ir.Value]:

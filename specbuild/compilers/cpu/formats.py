@@ -40,12 +40,12 @@ def prepare(model: ir.Model) -> list[str]:
             recoded[weight.dtype.name.lower()] += 1
             _replace_codes(node, read)
     take_wanted_tokens_first(model)
-    own = use_own_products(model)
+    num_products = use_own_products(model)
     RemoveUnusedNodesPass()(model)
     notes = [f"{count} weights in {form}: 8-bit blocks on the CPU" for form, count in recoded.items()]
-    if own:
+    if num_products:
         fused = fuse_into_products(model)
-        notes.append(f"{own} products by specrun's own CPU operators, with {fused} other nodes in them")
+        notes.append(f"{num_products} products by specrun's own CPU operators, with {fused} other nodes in them")
     return notes
 
 
@@ -81,9 +81,9 @@ def _replace_codes(node: ir.Node, read: Callable[[Weight], _Recoded]) -> None:
     """Let ``node`` dequantize int8 blocks instead of float8 or float4. They are computed when they are written."""
     codes, scales = node.inputs[0], node.inputs[1]
     assert codes is not None and scales is not None and codes.const_value is not None
-    own = node.attributes.get_int("block_size", 0)
-    weight = Weight(codes.const_value, tuple(graphs.constant_factors(scales)), own)
-    block = own if weight.is_float4 else BLOCK
+    block_size = node.attributes.get_int("block_size", 0)
+    weight = Weight(codes.const_value, tuple(graphs.constant_factors(scales)), block_size)
+    block = block_size if weight.is_float4 else BLOCK
     rows, columns = (int(size) for size in weight.codes.shape)  # type: ignore[arg-type]
     parts = (("int8", ir.DataType.INT8, rows), ("scales", ir.DataType.FLOAT, -(-rows // block)))
     for index, (role, dtype, length) in enumerate(parts):

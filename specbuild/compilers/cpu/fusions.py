@@ -59,23 +59,23 @@ def normalizes(node: ir.Node) -> bool:
 
 def residual_of(node: ir.Node) -> ir.Value | None:
     """What one of our products adds; None where a node adds nothing, or is another operator."""
-    _, place = _PLACES.get(node.op_type, (0, len(node.inputs)))
-    return node.inputs[place] if place < len(node.inputs) else None
+    _, index = _PLACES.get(node.op_type, (0, len(node.inputs)))
+    return node.inputs[index] if index < len(node.inputs) else None
 
 
 def _make_activations(node: ir.Node) -> None:
     x = node.inputs[0]
-    if x is None or (made := _made(x)) is None:
+    if x is None or (prologue := _prologue(x)) is None:
         return
-    place, _ = _PLACES[node.op_type]
-    node.resize_inputs(max(len(node.inputs), place + 1))
-    node.replace_input_with(0, made.x)
-    node.replace_input_with(place, made.other)
-    node.attributes["made"] = ir.AttrInt64("made", made.kind)
-    node.attributes["epsilon"] = ir.AttrFloat32("epsilon", made.epsilon)
+    index, _ = _PLACES[node.op_type]
+    node.resize_inputs(max(len(node.inputs), index + 1))
+    node.replace_input_with(0, prologue.x)
+    node.replace_input_with(index, prologue.other)
+    node.attributes["made"] = ir.AttrInt64("made", prologue.kind)
+    node.attributes["epsilon"] = ir.AttrFloat32("epsilon", prologue.epsilon)
 
 
-def _made(x: ir.Value) -> Prologue | None:
+def _prologue(x: ir.Value) -> Prologue | None:
     """None where they are given: others read them too, or they are made in another way."""
     node = _only(x)
     if node is None:
@@ -125,12 +125,14 @@ def _add_residual(graph: ir.Graph, node: ir.Node) -> None:
     residual = add.inputs[1 - uses[0].idx]
     if residual is None or not _is_stream(residual, node.attributes["N"].as_ints()[0]):
         return
-    _, place = _PLACES[node.op_type]
-    inputs = [*node.inputs, *[None] * (place + 1 - len(node.inputs))]
-    inputs[place] = residual
-    own = ir.node(node.op_type, inputs, node.attributes, domain=DOMAIN, num_outputs=1, name=node.name)
-    own.outputs[0].name, own.outputs[0].dtype = y.name, ir.DataType.FLOAT
-    ir.convenience.replace_nodes_and_values(graph, add, [add, node], [own], [add.outputs[0]], own.outputs)
+    _, index = _PLACES[node.op_type]
+    inputs = [*node.inputs, *[None] * (index + 1 - len(node.inputs))]
+    inputs[index] = residual
+    replacement = ir.node(node.op_type, inputs, node.attributes, domain=DOMAIN, num_outputs=1, name=node.name)
+    replacement.outputs[0].name, replacement.outputs[0].dtype = y.name, ir.DataType.FLOAT
+    ir.convenience.replace_nodes_and_values(
+        graph, add, [add, node], [replacement], [add.outputs[0]], replacement.outputs
+    )
 
 
 def _is_stream(value: ir.Value, width: int) -> bool:
@@ -138,8 +140,10 @@ def _is_stream(value: ir.Value, width: int) -> bool:
     readers = [use.node for use in value.uses()]
     norms = [node for node in readers if node.op_type == "RMSNormalization"]
     scales = [node.inputs[1] for node in norms]
-    made = [node.inputs[_PLACES[node.op_type][0]] for node in readers if normalizes(node) and node.inputs[0] is value]
-    return width in [_length(scale) for scale in [*scales, *made] if scale is not None]
+    norm_scales = [
+        node.inputs[_PLACES[node.op_type][0]] for node in readers if normalizes(node) and node.inputs[0] is value
+    ]
+    return width in [_length(scale) for scale in [*scales, *norm_scales] if scale is not None]
 
 
 def _length(scale: ir.Value) -> int | None:

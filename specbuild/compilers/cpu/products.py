@@ -59,9 +59,11 @@ def use_own_products(model: ir.Model, pack: PackWeights | None = None) -> int:
     pack = pack or pack_for_cpu
     nodes = list(model.graph)
     by_experts = [_multiply_by_experts(model.graph, node, pack) for node in nodes if node.op_type == EXPERT_MATMUL]
-    products = [own for node in nodes if node.op_type == "MatMul" and (own := _product(node)) is not None]
+    products = [product for node in nodes if node.op_type == "MatMul" and (product := _product(node)) is not None]
     tables = [look for node in nodes if node.op_type == "Gather" and (look := _lookup(node)) is not None]
-    adding = {node for own in products for node in own.adding} | {node for look in tables for node in look.adding}
+    adding = {node for product in products for node in product.adding} | {
+        node for look in tables for node in look.adding
+    }
     groups_by_key: dict[Any, list[_Product]] = {}
     for product in products:
         if product.nodes[0] not in adding:
@@ -70,13 +72,13 @@ def use_own_products(model: ir.Model, pack: PackWeights | None = None) -> int:
     """Row lookups, by the value that holds the table's numbers or codes and by its layout."""
     for lookup in tables:
         if lookup.nodes[0] not in adding:
-            lookups.setdefault(lookup.weight.place, []).append(lookup)
+            lookups.setdefault(lookup.weight.origin, []).append(lookup)
     groups = [
         group[i : i + MOST_OUTPUTS] for group in groups_by_key.values() for i in range(0, len(group), MOST_OUTPUTS)
     ]
     for group in groups:
         packed = _replace(model.graph, group, pack)
-        for lookup in lookups.pop(group[0].weight.place, []) if len(group) == 1 else ():
+        for lookup in lookups.pop(group[0].weight.origin, []) if len(group) == 1 else ():
             _look_up(model.graph, lookup, packed)
     for left in lookups.values():
         for lookup in left:
@@ -140,7 +142,7 @@ class Weight:
     """Whether numbers, codes and scales are stored as [N, ..]."""
 
     @property
-    def place(self) -> tuple[ir.Value, bool]:
+    def origin(self) -> tuple[ir.Value, bool]:
         """The same for weights that are tied: an embedding's rows are the columns of the head's weight."""
         return self.stored, self.is_transposed
 
@@ -311,12 +313,12 @@ def _replace(graph: ir.Graph, group: list[_Product], pack: PackWeights) -> Packe
     first, packed = group[0], pack(graph, [product.weight for product in group], group[0].block)
     name = f"{first.nodes[0].name}.product"
     operator, inputs = _operator(first.x, packed)
-    own = ir.node(operator, inputs, packed.sizes, domain=DOMAIN, num_outputs=len(group), name=name)
-    for number, output in enumerate(own.outputs):
+    replacement = ir.node(operator, inputs, packed.sizes, domain=DOMAIN, num_outputs=len(group), name=name)
+    for number, output in enumerate(replacement.outputs):
         output.name, output.dtype = f"{name}.{number}", ir.DataType.FLOAT
     old = [node for product in group for node in reversed(product.nodes)]
     results = [product.nodes[-1].outputs[0] for product in group]
-    ir.convenience.replace_nodes_and_values(graph, first.nodes[0], old, [own], results, own.outputs)
+    ir.convenience.replace_nodes_and_values(graph, first.nodes[0], old, [replacement], results, replacement.outputs)
     return packed
 
 
@@ -331,10 +333,10 @@ def _look_up(graph: ir.Graph, lookup: _Product, packed: PackedWeight) -> None:
     old = last.outputs[0]
     name = f"{gather.name}.lookup"
     inputs = [gather.inputs[1], packed.lines, *packed.scales]
-    own = ir.node("EmbeddingLookup", inputs, packed.sizes, domain=DOMAIN, name=name)
-    own.outputs[0].name, own.outputs[0].type, own.outputs[0].shape = name, old.type, old.shape
+    replacement = ir.node("EmbeddingLookup", inputs, packed.sizes, domain=DOMAIN, name=name)
+    replacement.outputs[0].name, replacement.outputs[0].type, replacement.outputs[0].shape = name, old.type, old.shape
     removed = list(dict.fromkeys([last, *reversed(lookup.nodes)]))
-    ir.convenience.replace_nodes_and_values(graph, gather, removed, [own], [old], own.outputs)
+    ir.convenience.replace_nodes_and_values(graph, gather, removed, [replacement], [old], replacement.outputs)
 
 
 def _multiply_by_experts(graph: ir.Graph, product: ir.Node, pack: PackWeights) -> int:
@@ -348,9 +350,11 @@ def _multiply_by_experts(graph: ir.Graph, product: ir.Node, pack: PackWeights) -
     operator, inputs = _operator(x, packed)
     inputs += [None] * (_EXPERTS_PLACE[operator] - len(inputs)) + [experts]
     attributes = packed.sizes | {"N": [first.shape[1]], "experts": len(weights)}
-    own = ir.node(operator, inputs, attributes, domain=DOMAIN, name=product.name)
-    own.outputs[0].name, own.outputs[0].dtype = product.outputs[0].name, ir.DataType.FLOAT
-    ir.convenience.replace_nodes_and_values(graph, product, [product], [own], product.outputs, own.outputs)
+    replacement = ir.node(operator, inputs, attributes, domain=DOMAIN, name=product.name)
+    replacement.outputs[0].name, replacement.outputs[0].dtype = product.outputs[0].name, ir.DataType.FLOAT
+    ir.convenience.replace_nodes_and_values(
+        graph, product, [product], [replacement], product.outputs, replacement.outputs
+    )
     return len(weights)
 
 
@@ -409,8 +413,8 @@ def pack_for_cpu(graph: ir.Graph, weights: Sequence[Weight], block: int) -> Pack
     zeros = None
     if weights[0].has_zeros:
         blocks = -(-rows // block)
-        own = functools.partial(_zeros, blocks=blocks)
-        zeros = joined(f"zeros.{blocks}", ir.DataType.INT8, (blocks, COLUMNS), own)
+        read_zeros = functools.partial(_zeros, blocks=blocks)
+        zeros = joined(f"zeros.{blocks}", ir.DataType.INT8, (blocks, COLUMNS), read_zeros)
     return PackedWeight(lines, scales, zeros, sizes | {"bits": bits, "block_size": block, "middle": weights[0].middle})
 
 
@@ -439,5 +443,5 @@ def _shortest(all_numbers: list[Floats]) -> tuple[ir.DataType, Callable[[Floats]
 def _zeros(weight: Weight, blocks: int) -> npt.NDArray[np.int8]:
     """Zero points less the operator's own."""
     zeros = np.zeros((), np.int16) if weight.zeros is None else np.asarray(weight.zeros.numpy()).astype(np.int16)
-    own = ((zeros.T if weight.is_transposed else zeros) - _MIDDLE[weight.codes.dtype]).astype(np.int8)
-    return by_strips(np.broadcast_to(own, (blocks, weight.shape[1])))
+    centered = ((zeros.T if weight.is_transposed else zeros) - _MIDDLE[weight.codes.dtype]).astype(np.int8)
+    return by_strips(np.broadcast_to(centered, (blocks, weight.shape[1])))

@@ -15,8 +15,10 @@ def use_recurrent_operators(model: ir.Model) -> int:
     """Put our own operators in place of the functions, in a graph in float32. In place; returns how many."""
     nodes = [node for node in model.graph if is_recurrent(node)]
     for node in nodes:
-        made = _convolution(node) if node.op_type == CONVOLUTION else [_attention(node)]
-        ir.convenience.replace_nodes_and_values(model.graph, node, [node], made, node.outputs, made[-1].outputs)
+        new_nodes = _convolution(node) if node.op_type == CONVOLUTION else [_attention(node)]
+        ir.convenience.replace_nodes_and_values(
+            model.graph, node, [node], new_nodes, node.outputs, new_nodes[-1].outputs
+        )
     if nodes:
         model.functions.clear()
         model.opset_imports[DOMAIN] = VERSION

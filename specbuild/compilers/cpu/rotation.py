@@ -55,13 +55,13 @@ def look_up_by_position(model: ir.Model, cache_length: int) -> None:
 def _positions(graph: ir.Graph, cache_length: int) -> ir.Value:
     """Positions [B, S] of a pass's tokens; padding may stand behind the last one."""
     inputs = {value.name: value for value in graph.inputs}
-    zero, one, axis, last = (
+    zero, step, axis, last = (
         constant(graph, f"positions.{name}", number)
         for name, number in (("zero", 0), ("one", 1), ("axis", [1]), ("last", cache_length - 1))
     )
     size = ir.node("Shape", [inputs[INPUT_IDS]], {"start": 1, "end": 2})
     number = ir.node("Squeeze", size.outputs)
-    tokens = ir.node("Range", [zero, number.outputs[0], one])
+    tokens = ir.node("Range", [zero, number.outputs[0], step])
     rows = ir.node("Unsqueeze", [inputs[WRITE_INDICES], axis])
     total = ir.node("Add", [rows.outputs[0], tokens.outputs[0]])
     nodes = [size, number, tokens, rows, total, ir.node("Clip", [total.outputs[0], None, last])]

@@ -70,10 +70,10 @@ def _mark(graph: ir.Graph, ids: ir.Value, embedding: ir.Node) -> None:
     value = embedding.outputs[0]
     nodes = _replace_unused(graph, ids, np.nan, value, [-1])
     marked = nodes[-1]
-    (own,) = marked.outputs
-    own.name = marked.name = f"{value.name}.marked"
-    own.dtype, own.shape = ir.DataType.FLOAT, value.shape
-    value.replace_all_uses_with(own)
+    (output,) = marked.outputs
+    output.name = marked.name = f"{value.name}.marked"
+    output.dtype, output.shape = ir.DataType.FLOAT, value.shape
+    value.replace_all_uses_with(output)
     marked.replace_input_with(2, value)
     graph.insert_after(embedding, nodes)
 

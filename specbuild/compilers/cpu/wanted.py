@@ -52,10 +52,10 @@ def _replace(graph: ir.Graph, gather: ir.Node, places: ir.Value) -> None:
     norm = _normalization(tokens)
     source = tokens if norm is None else norm.inputs[0]
     take = ir.node("GatherND", [source, places], {"batch_dims": 1}, name=f"{gather.name}.wanted")
-    made, removed = [take], [gather]
+    new_nodes, removed = [take], [gather]
     if norm is not None:
-        made.append(ir.node(norm.op_type, [take.outputs[0], *norm.inputs[1:]], norm.attributes, name=norm.name))
+        new_nodes.append(ir.node(norm.op_type, [take.outputs[0], *norm.inputs[1:]], norm.attributes, name=norm.name))
         removed.append(norm)
-    for node in made:
+    for node in new_nodes:
         node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = f"{node.name}.0", old.type, old.shape
-    ir.convenience.replace_nodes_and_values(graph, gather, removed, made, [old], [made[-1].outputs[0]])
+    ir.convenience.replace_nodes_and_values(graph, gather, removed, new_nodes, [old], [new_nodes[-1].outputs[0]])

@@ -21,11 +21,11 @@ def gguf_directory(path: Path) -> Path:
     path = path.resolve()
     state = path.stat()
     key = hashlib.sha256(repr((str(path), state.st_size, state.st_mtime_ns, __version__)).encode()).hexdigest()
-    made = gguf_checkpoints() / f"{path.stem}-{key[:16]}"
-    require_own(made)
-    if made.is_dir():
-        note_use(made)
-        return made
+    directory = gguf_checkpoints() / f"{path.stem}-{key[:16]}"
+    require_own(directory)
+    if directory.is_dir():
+        note_use(directory)
+        return directory
     from specbuild.hf.gguf.write import write_checkpoint
 
     file = read_gguf(path)
@@ -34,12 +34,12 @@ def gguf_directory(path: Path) -> Path:
             f"{path}: is one of {file.metadata['split.count']} parts; join them first: "
             f"llama-gguf-split --merge {path} NEW.gguf"
         )
-    made.parent.mkdir(parents=True, exist_ok=True)
-    with locked(made):
-        if not made.is_dir():
-            with new_directory(made, force=False) as work:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with locked(directory):
+        if not directory.is_dir():
+            with new_directory(directory, force=False) as work:
                 write_checkpoint(file, work)
-    return made
+    return directory
 
 
 def origin_of(directory: Path) -> Path:

@@ -82,8 +82,8 @@ def hf_config(file: GgufFile, numbers: Numbers) -> dict[str, Any]:
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         config[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     model_type, architecture, of_family = ARCHITECTURES[file.architecture]
-    own = of_family(keys, config) if of_family else {}
-    return config | {"model_type": model_type, "architectures": [architecture]} | own
+    family_config = of_family(keys, config) if of_family else {}
+    return config | {"model_type": model_type, "architectures": [architecture]} | family_config
 
 
 def _rope(keys: _Keys, numbers: Numbers) -> dict[str, Any]:

@@ -66,15 +66,15 @@ def write_checkpoint(file: GgufFile, work: Path) -> None:
     for tensor in file.tensors.values():
         if _ROPE.fullmatch(tensor.name):
             continue
-        module, part, own = _name(file, tensor)
-        pairs = heads.get(own, 0) if file.architecture == "llama" else 0
+        module, part, weight_name = _name(file, tensor)
+        pairs = heads.get(weight_name, 0) if file.architecture == "llama" else 0
         if tensor.type not in DENSE:
             index[f"{module}.{SUFFIX}"], types[module] = tensor.name, tensor.type
             if pairs:
                 paired[module] = pairs
             continue
         values = _read(file, tensor)
-        if own.endswith("norm") and file.architecture.startswith("gemma"):
+        if weight_name.endswith("norm") and file.architecture.startswith("gemma"):
             values = values.float() - 1  # llama.cpp keeps what a norm multiplies by.
         if pairs:
             values = values.unflatten(0, (pairs, -1, 2)).transpose(1, 2).reshape(values.shape)
@@ -103,13 +103,13 @@ def _read(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
 def _name(file: GgufFile, tensor: GgufTensor) -> tuple[str, str, str]:
     """The module in transformers, ``weight`` or ``bias``, and llama.cpp's name of the module."""
     if (match := _LAYER.fullmatch(tensor.name)) is not None:
-        layer, own, part = match.groups()
+        layer, weight_name, part = match.groups()
         known = _MODULES | _OF_ARCHITECTURE.get(file.architecture, {})
-        if own in known:
-            return f"model.layers.{int(layer)}.{known[own]}", part, own
-    own, _, part = tensor.name.rpartition(".")
-    if own in _OUTSIDE and part in ("weight", "bias"):
-        return _OUTSIDE[own], part, own
+        if weight_name in known:
+            return f"model.layers.{int(layer)}.{known[weight_name]}", part, weight_name
+    weight_name, _, part = tensor.name.rpartition(".")
+    if weight_name in _OUTSIDE and part in ("weight", "bias"):
+        return _OUTSIDE[weight_name], part, weight_name
     raise CheckpointError(
         f"{file.path}: tensor {tensor.name} is none of a {file.architecture} that specbuild knows; give the "
         "safetensors checkpoint that the file was made from"

@@ -37,10 +37,12 @@ def gptq(section: Section) -> Scheme:
     rules = []
     if dynamic := section.section("dynamic"):
         for pattern in dynamic.values:
-            own = Section(dynamic.path, f"{dynamic.key}.{pattern}", {**section.values, **_changes(dynamic, pattern)})
+            changed = Section(
+                dynamic.path, f"{dynamic.key}.{pattern}", {**section.values, **_changes(dynamic, pattern)}
+            )
             excluded = pattern.startswith("-:")
             rule = Pattern("regex", pattern.removeprefix("-:").removeprefix("+:"))
-            rules.append(Rule(checked(dynamic, pattern, rule), None if excluded else _gptq_form(own, section)))
+            rules.append(Rule(checked(dynamic, pattern, rule), None if excluded else _gptq_form(changed, section)))
     suffixes = ("weight", "qweight", "qzeros", "scales", "g_idx")
     return Scheme(section.path, form.reader, suffixes, (*rules, Rule(Pattern("any"), form)))
 

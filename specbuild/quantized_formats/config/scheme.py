@@ -160,5 +160,5 @@ class Scheme:
 
 def has_cache_scales(scheme: Scheme | None, kv_cache: CacheCode) -> bool:
     """Whether a checkpoint holds scales for a cache in these codes."""
-    own = scheme and scheme.kv_cache
-    return bool(own and own.static and KV_CACHE_DTYPES[own.option] == kv_cache)
+    cache = scheme and scheme.kv_cache
+    return bool(cache and cache.static and KV_CACHE_DTYPES[cache.option] == kv_cache)

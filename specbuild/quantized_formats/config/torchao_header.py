@@ -27,7 +27,7 @@ def weight_forms(section: Section) -> tuple[dict[str, Form], tuple[str, ...]]:
         try:
             entry = json.loads(text)
         except (ValueError, TypeError, RecursionError):
-            continue  # Somebody else's metadata.
+            continue  # Metadata of another tool.
         kind = entry.get("_type") if isinstance(entry, dict) else None
         if kind is None or kind == "Tensor":
             continue

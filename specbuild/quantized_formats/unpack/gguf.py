@@ -80,17 +80,17 @@ def gguf(module: Module, form: Form) -> Packed:
             part = stored.read((slice(start, stop), slice(None)))
             yield kind.unpack(part.reshape(stop - start, -1, size)).reshape(stop - start, -1)
 
-    def values(own: _Values, each: int) -> ir.LazyTensor:
+    def values(kind: _Values, each: int) -> ir.LazyTensor:
         """``each`` numbers of a block, [blocks * each, N] or [N, blocks * each]."""
         count = row_bytes // size * each
 
         def read() -> Array:
-            matrix = np.concatenate([own.unpack(part).reshape(len(part), -1) for part in _rows(stored, size)])
-            if own.dtype != ir.DataType.INT8 and not np.isfinite(matrix).all():
+            matrix = np.concatenate([kind.unpack(part).reshape(len(part), -1) for part in _rows(stored, size)])
+            if kind.dtype != ir.DataType.INT8 and not np.isfinite(matrix).all():
                 raise module.not_finite(stored)
             return matrix if form.is_table else matrix[order].T
 
-        return lazy(own.dtype, (outputs, count) if form.is_table else (count, outputs), read)
+        return lazy(kind.dtype, (outputs, count) if form.is_table else (count, outputs), read)
 
     groups = numbers // kind.group
     shape = (outputs, inputs) if form.is_table else (inputs, outputs)
@@ -122,14 +122,16 @@ def _fields(data: Bytes, bits: int, run: int) -> Bytes:
     return codes.reshape(*data.shape[:-1], -1)
 
 
-def _half(place: int) -> _Values:
+def _half(offset: int) -> _Values:
     """The float16 at a place of a block."""
-    return _Values(ir.DataType.FLOAT16, lambda blocks: np.ascontiguousarray(blocks[..., place : place + 2]).view("<f2"))
+    return _Values(
+        ir.DataType.FLOAT16, lambda blocks: np.ascontiguousarray(blocks[..., offset : offset + 2]).view("<f2")
+    )
 
 
-def _unit(place: int, sign: int = 1) -> _Values:
+def _unit(offset: int, sign: int = 1) -> _Values:
     """The same in float32. sign: -1 for what is subtracted."""
-    half = _half(place).unpack
+    half = _half(offset).unpack
     return _Values(ir.DataType.FLOAT, lambda blocks: half(blocks).astype(np.float32) * np.float32(sign))
 
 

@@ -61,8 +61,8 @@ def by_input(words: Array, bits: int) -> Bytes:
     """[W, N] words that are packed along the first axis (GPTQ), as [W * codes of a word, N]."""
     each = 32 // bits
     codes = np.empty((len(words) * each, words.shape[1]), np.uint8)
-    for place in range(each):
-        codes[place::each] = words.view(np.uint32) >> np.uint32(place * bits) & np.uint32(2**bits - 1)
+    for index in range(each):
+        codes[index::each] = words.view(np.uint32) >> np.uint32(index * bits) & np.uint32(2**bits - 1)
     return codes
 
 

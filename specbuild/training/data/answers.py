@@ -37,7 +37,7 @@ _REFUSED = (400, 413, 422)
 class Prompt:
     """A line of a file of prompts."""
 
-    place: Place
+    position: Place
     example: Example
 
 
@@ -66,7 +66,7 @@ def answer_with_engines(
     from specrun.sampling.sampler import SamplingParams
 
     class TextAnswer:
-        """See ``AnswerForm``: here a prompt's answer is a text."""
+        """An ``AnswerForm`` whose answers are texts."""
 
         def __init__(self, prompt: Prompt) -> None:
             self.prompt = prompt
@@ -82,7 +82,7 @@ def answer_with_engines(
     def question(prompt: Prompt) -> Question:
         example = prompt.example
         asked: Any = example.messages if example.text is None else example.text
-        params = SamplingParams(temperature=sampling.temperature, seed=sampling.seed + prompt.place.line)
+        params = SamplingParams(temperature=sampling.temperature, seed=sampling.seed + prompt.position.line)
         options = RequestOptions(max_output_len=sampling.max_output_len)
         return Question(TextAnswer(prompt), ParsedRequest([asked], params, options, 1))
 
@@ -138,7 +138,7 @@ def answer_with_server(
             "model": name,
             "max_tokens": sampling.max_output_len,
             "temperature": sampling.temperature,
-            "seed": sampling.seed + prompt.place.line,
+            "seed": sampling.seed + prompt.position.line,
         }
         try:
             if example.text is not None:
@@ -197,8 +197,8 @@ def answer_with_model(
         if not rows:
             continue
         ids, mask = (
-            pad_sequence(own, batch_first=True, padding_side="left").long()
-            for own in ([own for _, own in rows], [torch.ones_like(own) for _, own in rows])
+            pad_sequence(column, batch_first=True, padding_side="left").long()
+            for column in ([column for _, column in rows], [torch.ones_like(column) for _, column in rows])
         )
         width = ids.shape[1]
         most = min(sampling.max_output_len, maker.max_length - width)
@@ -211,5 +211,5 @@ def answer_with_model(
                 **manner,
             )
         for (prompt, _), output in zip(rows, generated[:, width:].tolist(), strict=True):
-            length = next((place for place, token in enumerate(output) if token in ends), len(output))
+            length = next((index for index, token in enumerate(output) if token in ends), len(output))
             yield prompt, maker.text(output[:length])

@@ -57,7 +57,7 @@ def read_prompt(line: str, where: str, is_json: bool) -> Example:
     if isinstance(prompt := content.get("prompt"), str):
         return Example(where, ({"role": "user", "content": prompt},))
     messages = _messages(content, where)
-    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
     if not users:
         raise BuildConfigError(f"{where}: no user's turn to answer; remove the line")
     return Example(where, messages[: users[-1] + 1])

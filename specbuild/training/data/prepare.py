@@ -38,7 +38,7 @@ def answer_file(prompts: Path, output: Path, resume: bool, answer: Answerer, sta
     with Answers.resume(output, prompts) if resume else Answers.create(output) as answers:
         if answers.answered:
             stages.say(f"{output}: {answers.answered} of {total} prompts are answered already")
-        missing = (prompt for prompt in _prompts(prompts) if not answers.has(prompt.place.line))
+        missing = (prompt for prompt in _prompts(prompts) if not answers.has(prompt.position.line))
         if answers.answered < total:
             with stages.stage("answer prompts", total - answers.answered) as advance:
                 for prompt, text in answer(missing):
@@ -65,10 +65,10 @@ def _prompts(path: Path) -> Iterator[Prompt]:
 
 
 def _line(prompt: Prompt, answer: str) -> dict[str, object]:
-    place = {"line": prompt.place.line, "line_sha256": prompt.place.digest}
+    position = {"line": prompt.position.line, "line_sha256": prompt.position.digest}
     if prompt.example.text is not None:
-        return {**place, "text": prompt.example.text + answer}
-    return {**place, "messages": [*prompt.example.messages, {"role": "assistant", "content": answer}]}
+        return {**position, "text": prompt.example.text + answer}
+    return {**position, "messages": [*prompt.example.messages, {"role": "assistant", "content": answer}]}
 
 
 def _answerer(options: PrepareOptions) -> Answerer:

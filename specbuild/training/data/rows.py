@@ -71,13 +71,13 @@ class Data:
         Rows of a batch are about as long as one another, because what fills them up costs as much as text.
         """
         count = self.num_batches(size)
-        epoch, place = divmod(step, count)
+        epoch, index = divmod(step, count)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.rows), generator=generator)
         pools = torch.arange(len(order)) // (size * POOL_BATCHES)
         lengths = torch.tensor([len(row.ids) for row in self.rows])[order]
         batches = order[(pools * (int(lengths.max()) + 1) + lengths).argsort(stable=True)].split(size)
-        chosen = int(torch.randperm(count, generator=generator)[place])
+        chosen = int(torch.randperm(count, generator=generator)[index])
         return join([self.rows[row] for row in batches[chosen].tolist()])
 
     def held_out_batches(self, size: int) -> Iterator[Batch]:
@@ -97,8 +97,8 @@ class Data:
 def join(rows: Sequence[Row]) -> Batch:
     """A batch of them."""
     ids, mask, wanted = (
-        pad_sequence(list(own), batch_first=True)
-        for own in zip(*((row.ids, torch.ones_like(row.ids), row.wanted) for row in rows), strict=True)
+        pad_sequence(list(column), batch_first=True)
+        for column in zip(*((row.ids, torch.ones_like(row.ids), row.wanted) for row in rows), strict=True)
     )
     return Batch(ids.long(), mask.long(), wanted)
 
@@ -108,9 +108,9 @@ def read_data(path: Path, option: str, tokenizer: RowMaker) -> Data:
     rows: list[Row] = []
     skipped = 0
     for example in read_examples(path, option):
-        made = [row for row in tokenizer.rows(example) if len(row.ids) >= LEAST_TOKENS and row.wanted[2:].any()]
-        rows += made
-        skipped += not made
+        new_rows = [row for row in tokenizer.rows(example) if len(row.ids) >= LEAST_TOKENS and row.wanted[2:].any()]
+        rows += new_rows
+        skipped += not new_rows
     if len(rows) < 2:
         raise BuildConfigError(
             f"{option} {path}: {len(rows)} of {len(rows) + skipped} texts are long enough; at least two are needed, "
@@ -151,8 +151,8 @@ class RowMaker:
                 yield Row(part, torch.ones(len(part), dtype=torch.bool))
             return
         text, answers = self._render(example)
-        ids, places = self._encode(text, example, special=False)
-        wanted = [any(first <= place < last for first, last in answers) for place in places]
+        ids, positions = self._encode(text, example, special=False)
+        wanted = [any(first <= position < last for first, last in answers) for position in positions]
         yield Row(ids[: self.max_length], torch.tensor(wanted[: self.max_length], dtype=torch.bool))
 
     def prompt(self, example: Example) -> torch.Tensor:
@@ -185,16 +185,16 @@ class RowMaker:
         Templates may render an earlier answer differently once more follows, without its thoughts, say. Such an answer
         is none that the target would write, and is not counted.
         """
-        last = max(place for place, message in enumerate(example.messages) if message["role"] == "assistant")
+        last = max(index for index, message in enumerate(example.messages) if message["role"] == "assistant")
         messages = example.messages[: last + 1]
         try:
             whole = self._template.render(messages, example.tools, add_generation_prompt=False)
             answers = []
-            for place, message in enumerate(messages):
+            for index, message in enumerate(messages):
                 if message["role"] != "assistant":
                     continue
-                after = self._template.render(messages[: place + 1], example.tools, add_generation_prompt=False)
-                before = self._template.render(messages[:place], example.tools) if place else ""
+                after = self._template.render(messages[: index + 1], example.tools, add_generation_prompt=False)
+                before = self._template.render(messages[:index], example.tools) if index else ""
                 pairs = [before, after], [after, whole]
                 start, end = (len(commonprefix(pair)) for pair in pairs)  # noqa: RUF071 (they are no paths)
                 content = message.get("content")

@@ -24,9 +24,9 @@ from specrun.kv_cache.host import HostKVCache
 
 
 class RanksBackend(Backend):
-    """See ``Backend``. The caches of the ranks on this machine are memory of this process, so rows move without them.
+    """An engine whose ranks are processes. Caches of ranks on this machine are memory of this process: it moves rows.
 
-    Ranks on other machines have their caches themselves, and are told what is done to a row.
+    Ranks on other machines own their caches, and move rows when this process tells them to.
     """
 
     def __init__(self, directory: Path, config: EngineConfig, blocks: int, hosts: Sequence[str] = ()) -> None:
@@ -69,10 +69,10 @@ class RanksBackend(Backend):
             self._passes.clear()
             self._logits = self._memory.zeros((math.prod(shape),), np.float32)
             self._tell("memory")
-        made = RanksPass(self._group, key, self._logits[: math.prod(shape)].reshape(shape))
+        rank_pass = RanksPass(self._group, key, self._logits[: math.prod(shape)].reshape(shape))
         if first == 0 and query_len <= MAX_ROUND_LEN:
-            self._passes[key] = made
-        return made
+            self._passes[key] = rank_pass
+        return rank_pass
 
     @override
     def problem(self) -> str | None:
@@ -97,7 +97,7 @@ class RanksBackend(Backend):
 
 
 class RanksPass(Pass):
-    """See ``Pass``."""
+    """A pass that all ranks run together."""
 
     def __init__(self, group: RankGroup, key: tuple[int, ...], logits: npt.NDArray[np.float32]) -> None:
         """key: first row, rows, tokens and logits of a row."""
@@ -115,7 +115,7 @@ class RanksPass(Pass):
 
 
 class RanksCache(HostKVCache):
-    """The caches of the ranks on this machine. What is done to a row, ranks elsewhere are told."""
+    """The caches of the ranks on this machine. Ranks elsewhere get a message for each call that changes a row."""
 
     def __init__(self, config: EngineConfig, blocks: int, memory: SharedMemory, tell: Callable[..., None]) -> None:
         """config: with the ranks of this machine. tell: takes the name of an operation, and its arguments."""
@@ -135,9 +135,9 @@ class RanksCache(HostKVCache):
         self._tell("clear_states", row)
 
     @override
-    def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
-        super().swap(one, other, lengths)
-        self._tell("swap", one, other, lengths)
+    def swap(self, row: int, other: int, lengths: tuple[int, int]) -> None:
+        super().swap(row, other, lengths)
+        self._tell("swap", row, other, lengths)
 
     @override
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
@@ -150,14 +150,14 @@ class RanksCache(HostKVCache):
         self._tell("load", row, start, blocks)
 
     @override
-    def save_state(self, row: int, place: int) -> None:
-        super().save_state(row, place)
-        self._tell("save_state", row, place)
+    def save_state(self, row: int, slot: int) -> None:
+        super().save_state(row, slot)
+        self._tell("save_state", row, slot)
 
     @override
-    def load_state(self, row: int, place: int) -> None:
-        super().load_state(row, place)
-        self._tell("load_state", row, place)
+    def load_state(self, row: int, slot: int) -> None:
+        super().load_state(row, slot)
+        self._tell("load_state", row, slot)
 
 
 def versions() -> dict[str, str]:
@@ -172,9 +172,9 @@ def num_inputs(rows: int, query_len: int, num_logits: int) -> int:
 
 def divide(numbers: npt.NDArray[np.int64], rows: int, query_len: int, num_logits: int) -> list[npt.NDArray[np.int64]]:
     """A pass's inputs, which lie one after the other."""
-    made, start = [], 0
+    arrays, start = [], 0
     for shape in ((rows, query_len), (rows,), (rows, num_logits), (rows,), (rows,)):
         size = math.prod(shape)
-        made.append(numbers[start : start + size].reshape(shape))
+        arrays.append(numbers[start : start + size].reshape(shape))
         start += size
-    return made
+    return arrays

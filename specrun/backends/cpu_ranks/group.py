@@ -228,9 +228,9 @@ def last_words(log: str) -> str:
     failures = [match[1] for line in lines if (match := _LAUNCHERS_CAUSE.match(line))]
     lines = [line for line in lines if line and not line.startswith(_LAUNCHERS_OWN)] or failures[:1]
     # Ranks that end at the same time write into each other's lines, and may break each of them.
-    own, launchers = ([line.split(cause)[-1] for line in lines if cause in line] for cause in _CAUSES)
+    rank_errors, launchers = ([line.split(cause)[-1] for line in lines if cause in line] for cause in _CAUSES)
     faults = [line for line in launchers if not line.startswith(_SENT)]
-    said = own or faults or [line for line in lines if not line.startswith(_CAUSES)] or launchers
+    said = rank_errors or faults or [line for line in lines if not line.startswith(_CAUSES)] or launchers
     return said[-1] if said else ""
 
 

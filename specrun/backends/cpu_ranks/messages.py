@@ -13,7 +13,7 @@ ADDRESS = "SPECRUN_RANKS_ADDRESS"
 TOKEN = "SPECRUN_RANKS_TOKEN"
 """The environment variable with a random text that ranks begin with, so that no other process is taken for one."""
 BEAT_SECONDS = 1.0
-"""A rank that computes says so at this pace."""
+"""Seconds between heartbeats of a rank that computes."""
 _SIZES = struct.Struct("!II")
 _FIRST_BYTES = 1 << 12
 """The most bytes of a message on a connection that has not sent the token yet."""
@@ -24,11 +24,11 @@ _SILENCE_MS = 10_000
 class Link:
     """One end of a connection between the decoding process and a rank."""
 
-    def __init__(self, own: socket.socket) -> None:
-        self.socket = own
-        if own.family != socket.AF_UNIX:
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
 
     def send(self, message: dict[str, Any], data: bytes = b"") -> None:
         """Raises OSError where the connection is closed."""
@@ -59,9 +59,9 @@ class Link:
 class Newcomer:
     """A connection that has not sent the token yet: a rank, or a stranger. No code waits for it."""
 
-    def __init__(self, own: socket.socket) -> None:
-        own.setblocking(False)
-        self.socket = own
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.socket = sock
         self._read = bytearray()
 
     def hello(self) -> dict[str, Any] | None:
@@ -97,23 +97,23 @@ def listen(folder: str, host: str | None) -> tuple[socket.socket, str]:
     OSError.
     """
     if host is None:
-        own, address = socket.socket(socket.AF_UNIX), f"{folder}/ranks"
-        own.bind(address)
+        listener, address = socket.socket(socket.AF_UNIX), f"{folder}/ranks"
+        listener.bind(address)
     else:
-        family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        own = socket.socket(family)
-        own.bind(place)
-        address = f"{host} {own.getsockname()[1]}"
-    own.listen()
-    return own, address
+        family, _, _, _, socket_address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family)
+        listener.bind(socket_address)
+        address = f"{host} {listener.getsockname()[1]}"
+    listener.listen()
+    return listener, address
 
 
 def connect(address: str) -> Link:
     """The rank's end. Raises OSError."""
     host, _, port = address.partition(" ")
     if port:
-        own = socket.create_connection((host, int(port)))
+        sock = socket.create_connection((host, int(port)))
     else:
-        own = socket.socket(socket.AF_UNIX)
-        own.connect(address)
-    return Link(own)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(address)
+    return Link(sock)

@@ -25,7 +25,7 @@ from specrun.errors import BackendError
 from specrun.kv_cache.host import HostKVCache
 
 ROW_OPERATIONS = {"clear", "clear_states", "swap", "save", "load", "save_state", "load_state"}
-"""Methods of ``HostKVCache`` that a rank on another machine is told to call for a row."""
+"""Methods of ``HostKVCache`` that a message can ask a rank on another machine to call."""
 
 _MPI_MEMORY = "/dev/shm/mpich_shm_"
 """Prefix of the names of memory that MPICH's ranks on one machine share."""
@@ -69,7 +69,7 @@ class Rank:
             getattr(self._cache, what)(*message["arguments"])
         else:
             self._passes.clear()
-            self._new = [Place(*place) for place in message["memory"]]
+            self._new = [Place(*fields) for fields in message["memory"]]
             if what == "resize":
                 self._cache.resize(message["rows"], message["length"], message["used"] if self._has_own else 0)
             elif self._rank == 0:
@@ -83,8 +83,8 @@ class Rank:
             if first == 0 and query_len <= MAX_ROUND_LEN:
                 self._passes[first, rows, query_len, num_logits] = step
         names = (step.input_ids, step.write_indices, step.logits_indices, step.state_indices, step.keep_indices)
-        for own, given in zip(names, divide(inputs, rows, query_len, num_logits), strict=True):
-            own[...] = given
+        for array, given in zip(names, divide(inputs, rows, query_len, num_logits), strict=True):
+            array[...] = given
         step.run()
 
     def _bind(self, first: int, rows: int, query_len: int, num_logits: int) -> OrtPass:
@@ -101,8 +101,8 @@ class Rank:
         """What the decoding process has allocated for the same array."""
         return as_array(attach(self._process, self._new.pop(0)), shape, dtype)
 
-    def _view(self, place: Place, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        return as_array(attach(self._process, place), (place.nbytes // np.dtype(dtype).itemsize,), dtype)
+    def _view(self, area: Place, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return as_array(attach(self._process, area), (area.nbytes // np.dtype(dtype).itemsize,), dtype)
 
 
 class Exchange:
@@ -123,12 +123,12 @@ class Exchange:
         """This rank's place among the ranks of its machine, and how many these are."""
         return self._machine.Get_rank(), self._machine.Get_size()
 
-    def _exchange(self, number: int, own: int, everything: int, nbytes: int) -> int:
+    def _exchange(self, number: int, part: int, everything: int, nbytes: int) -> int:
         try:
             if number not in (0, self._next):
                 raise RuntimeError(f"collective {number} follows {self._next - 1}")
             self._next = number + 1
-            given = self._from_address(own, nbytes)
+            given = self._from_address(part, nbytes)
             self._world.Allgather(given, self._from_address(everything, nbytes * self.ranks))
         except Exception as error:  # An exception cannot pass through C++.
             print(f"rank {self.rank}: {error}", file=sys.stderr)
@@ -194,9 +194,11 @@ def _require_same(ranks: int, config: EngineConfig, message: dict[str, Any]) -> 
             f"{ranks} ranks were started for an engine of {config.build_config.tp_size}; are mpiexec and mpi4py of "
             "one MPI library?"
         )
-    for name, own in versions().items():
-        if own != (wanted := message["versions"][name]):
-            raise BackendError(f"{socket.gethostname()} has {name} {own}, not {wanted}; install the same everywhere")
+    for name, version in versions().items():
+        if version != (wanted := message["versions"][name]):
+            raise BackendError(
+                f"{socket.gethostname()} has {name} {version}, not {wanted}; install the same everywhere"
+            )
 
 
 def _unlink_mpi_memory() -> None:
@@ -209,12 +211,12 @@ def _unlink_mpi_memory() -> None:
             Path(name).unlink(missing_ok=True)
 
 
-def _share_cores(place: int, ranks: int) -> None:
+def _share_cores(index: int, ranks: int) -> None:
     """A rank has its share of its machine's cores, one behind the other, so that its memory is near them."""
     threads, cores = num_threads(), sorted(os.sched_getaffinity(0))
     os.environ[THREADS] = str(max(1, threads // ranks))
     if len(cores) >= ranks:
-        os.sched_setaffinity(0, cores[place * len(cores) // ranks : (place + 1) * len(cores) // ranks])
+        os.sched_setaffinity(0, cores[index * len(cores) // ranks : (index + 1) * len(cores) // ranks])
 
 
 if __name__ == "__main__":

@@ -47,11 +47,11 @@ class SharedMemory:
             os.close(self._owned.pop())
 
 
-def attach(process: int, place: Place) -> mmap.mmap:
+def attach(process: int, area: Place) -> mmap.mmap:
     """The memory that process number ``process`` has made."""
-    descriptor = os.open(f"/proc/{process}/fd/{place.descriptor}", os.O_RDWR)
+    descriptor = os.open(f"/proc/{process}/fd/{area.descriptor}", os.O_RDWR)
     try:
-        return mmap.mmap(descriptor, place.nbytes)
+        return mmap.mmap(descriptor, area.nbytes)
     finally:
         os.close(descriptor)
 

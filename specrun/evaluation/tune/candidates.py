@@ -71,7 +71,7 @@ class Space:
         """
         drafting = [(None, 0, *rest) for rest in product(self.batch_sizes, self.qformats, self.threads)]
         pairs = product(self.draft_lens, self.threads, self.batch_sizes, self.qformats, self.drafts)
-        return [Candidate(*one) for one in drafting] + [
+        return [Candidate(*values) for values in drafting] + [
             Candidate(draft, length, size, form, threads) for length, threads, size, form, draft in pairs
         ]
 

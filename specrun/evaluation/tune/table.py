@@ -12,16 +12,16 @@ def table(tuned: Tuned) -> Table:
     """All trials, the best first: what the last round that measured each found."""
     shown = new_table("round", "draft", "draft\nlen", "batch", "form", "threads", "tokens/s", "speed-up")
     for trial, speed in zip(tuned.trials, tuned.speeds, strict=True):
-        one, result = trial.candidate, trial.measured
+        candidate, result = trial.candidate, trial.measured
         shown.add_row(
             str(trial.round + 1),
-            one.name,
-            str(one.draft_len) if one.draft else "-",
-            str(one.batch_size),
-            one.qformat,
-            str(one.threads),
+            candidate.name,
+            str(candidate.draft_len) if candidate.draft else "-",
+            str(candidate.batch_size),
+            candidate.qformat,
+            str(candidate.threads),
             f"{speed:.1f}",
-            f"{result.speedup.median:.2f}" if one.draft else "-",
+            f"{result.speedup.median:.2f}" if candidate.draft else "-",
         )
     return shown
 

@@ -106,7 +106,7 @@ def tune(
     rows = max(settings.batch_sizes or [build.max_batch_size])
     engines = _engines(target, names, settings.qformats, replace(build, max_batch_size=rows), report)
     space = space_of([open_engine(directory) for directory, _ in engines.values()], names, settings)
-    candidates = [one for one in space.candidates() if (one.qformat, one.draft) in engines]
+    candidates = [choice for choice in space.candidates() if (choice.qformat, choice.draft) in engines]
     report(f"{len(candidates)} candidates, {settings.time_limit:g} s")
     deadline = time.monotonic() + settings.time_limit
     errors: list[SpecError] = []
@@ -114,7 +114,7 @@ def tune(
 
     def measure(candidate: Candidate, number: int) -> Result | None:
         count, repetitions = effort(number, max(space.batch_sizes), len(prompts))
-        items = [{"prompt": one.prompt, "category": one.category} for one in spread_out(prompts, count)]
+        items = [{"prompt": prompt.prompt, "category": prompt.category} for prompt in spread_out(prompts, count)]
         options = {**(settings.bench or {}), **_bench_options(candidate, engines), "repetitions": repetitions}
         try:
             result = run_bench(options, items, deadline - time.monotonic())

@@ -104,9 +104,9 @@ class ToolFormat:
             rules.append(f"answer: %json {json.dumps({**spaces, **answer} if isinstance(answer, dict) else answer)}")
         for number, (name, schema) in enumerate(schemas.items()):
             head, tail = (text.replace("NAME", name) for text in (spelling.head, spelling.tail))
-            own = f"arguments{number}"
-            rules.append(f"function{number}: {literal(head, added)} {own} {literal(tail, added)}")
-            rules += spelling.rules(own, schema, added) if spelling.rules else [f"{own}: %json {json.dumps(schema)}"]
+            rule = f"arguments{number}"
+            rules.append(f"function{number}: {literal(head, added)} {rule} {literal(tail, added)}")
+            rules += spelling.rules(rule, schema, added) if spelling.rules else [f"{rule}: %json {json.dumps(schema)}"]
         return "\n".join(rules)
 
     def can_be_free(self, added: Mapping[str, int]) -> bool:
@@ -117,10 +117,10 @@ class ToolFormat:
 
 def literal(text: str, added: Mapping[str, int]) -> str:
     """A text in Lark, with its added tokens by their ids."""
-    own = sorted((token for token in added if token in text), key=len, reverse=True)
-    parts = re.split("(" + "|".join(map(re.escape, own)) + ")", text) if own else [text]
+    special = sorted((token for token in added if token in text), key=len, reverse=True)
+    parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
     return " ".join(
-        f"<[{added[part]}]>" if part in own else json.dumps(part, ensure_ascii=False) for part in parts if part
+        f"<[{added[part]}]>" if part in special else json.dumps(part, ensure_ascii=False) for part in parts if part
     )
 
 
@@ -158,7 +158,7 @@ class Arguments(NamedTuple):
 
 
 def arguments_of(schema: Schema) -> Arguments:
-    """Where a stranger's ``schema`` says something else than names and schemas, there are none."""
+    """The arguments that ``schema`` declares; none where it is malformed."""
     described, required = schema.get("properties"), schema.get("required")
     schemas = described if isinstance(described, Mapping) else {}
     return Arguments(schemas, [key for key in schemas if isinstance(required, list) and key in required])

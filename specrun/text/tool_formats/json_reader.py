@@ -43,34 +43,34 @@ class _JsonReader(CallReader):
         return rest
 
     def _scan(self, known: int) -> str:
-        for place in range(known, len(self.text)):
-            character = self.text[place]
+        for index in range(known, len(self.text)):
+            character = self.text[index]
             if self._in_string:
                 self._in_string = self._is_escaped or character != '"'
                 self._is_escaped = character == "\\" and not self._is_escaped
             elif character not in _OUTSIDE_STRINGS:
-                return self._close(place)
+                return self._close(index)
             elif character == '"':
                 self._in_string = True
             elif character in "{[":
                 if self._depth == self._arguments_depth and self._begin is None and character == "{":
-                    self._find_arguments(place)
+                    self._find_arguments(index)
                 self._depth += 1
             elif character in "}]":
                 self._depth -= 1
                 if self._depth == self._arguments_depth and self._begin is not None and self._end is None:
-                    self._end = place + 1
+                    self._end = index + 1
                 if self._depth <= 0:
-                    return self._close(place + 1)
+                    return self._close(index + 1)
         return ""
 
-    def _find_arguments(self, place: int) -> None:
-        self._begin = place
+    def _find_arguments(self, index: int) -> None:
+        self._begin = index
 
-    def _close(self, place: int) -> str:
-        """End before ``place``; what follows."""
+    def _close(self, index: int) -> str:
+        """End before ``index``; what follows."""
         self.has_ended = True
-        self.text, rest = self.text[:place], self.text[place:]
+        self.text, rest = self.text[:index], self.text[index:]
         return rest
 
 
@@ -113,11 +113,11 @@ class JsonCall(_JsonReader):
         return name, json.dumps(arguments, ensure_ascii=False)
 
     @override
-    def _find_arguments(self, place: int) -> None:
-        """Whether the arguments begin at ``place``."""
-        if header := _HEADER.fullmatch(self.text, 0, place):
+    def _find_arguments(self, index: int) -> None:
+        """Whether the arguments begin at ``index``."""
+        if header := _HEADER.fullmatch(self.text, 0, index):
             with suppress(ValueError):
-                self.name, self._begin = json.loads(header[1]), place
+                self.name, self._begin = json.loads(header[1]), index
 
 
 def named(name: str, schemas: Mapping[str, Schema]) -> CallReader:

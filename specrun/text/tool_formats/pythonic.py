@@ -28,7 +28,7 @@ class PythonCall(CallReader):
 
     @override
     def read(self, text: str) -> str:
-        for place, character in enumerate(text):
+        for index, character in enumerate(text):
             if self._quote:
                 if self._is_escaped or character == "\\":
                     self._is_escaped = not self._is_escaped
@@ -42,8 +42,8 @@ class PythonCall(CallReader):
                 self._depth -= 1
                 if not self._depth:
                     self.has_ended = True
-                    self.text += text[: place + 1]
-                    return text[place + 1 :]
+                    self.text += text[: index + 1]
+                    return text[index + 1 :]
         self.text += text
         return ""
 
@@ -75,12 +75,12 @@ def _value(node: ast.expr) -> Any:
 def _rules(name: str, schema: Schema, _added: Mapping[str, int]) -> list[str]:
     """Each as JSON writes it."""
     known = arguments_of(schema)
-    own = [
+    value_rules = [
         f"{name}_v{number}: %json {json.dumps(described)}" for number, described in enumerate(known.schemas.values())
     ]
     rules = {key: f"{json.dumps(f'{key}=')} {name}_v{number}" for number, key in enumerate(known.schemas)}
     required, optional = ([rules[key] for key in keys] for keys in (known.required, known.optional))
-    return [f"{name}: {separated(required, optional, _COMMA)}", *own]
+    return [f"{name}: {separated(required, optional, _COMMA)}", *value_rules]
 
 
 PYTHONIC = ToolFormat(

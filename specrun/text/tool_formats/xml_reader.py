@@ -41,11 +41,11 @@ class XmlArguments(CallReader):
         known, self._left = len(self._left), self._left + text
         while not self.has_ended:
             if self._key is not None:
-                place = self._left.find(self._tail, max(0, known - len(self._tail)))
-                if place < 0:
+                index = self._left.find(self._tail, max(0, known - len(self._tail)))
+                if index < 0:
                     return ""
-                self._add(self._key, self._left[:place].removeprefix("\n").removesuffix("\n"))
-                self._key, self._left, known = None, self._left[place + len(self._tail) :], 0
+                self._add(self._key, self._left[:index].removeprefix("\n").removesuffix("\n"))
+                self._key, self._left, known = None, self._left[index + len(self._tail) :], 0
             elif (end := self._end.match(self._left, partial=True)) and not end.partial:
                 return self._close(end.end(), True)
             elif (head := self._head.match(self._left, partial=True)) and not head.partial:
@@ -86,12 +86,12 @@ def xml_rules(head: str, tail: str) -> Callable[[str, Schema, Mapping[str, int]]
     """Rules of a grammar for such arguments, in the order of the schema; ``KEY`` in ``head`` is an argument's name."""
 
     def rules(name: str, schema: Schema, added: Mapping[str, int]) -> list[str]:
-        parts, own, known = [], [], arguments_of(schema)
+        parts, value_rules, known = [], [], arguments_of(schema)
         for number, (key, described) in enumerate(known.schemas.items()):
             rule = f"{name}_{number}"
             parts.append(rule if key in known.required else f"{rule}?")
-            own += _argument(rule, literal(head.replace("KEY", key), added), described, tail, added)
-        return [f"{name}: {' '.join(parts) or EMPTY}", *own]
+            value_rules += _argument(rule, literal(head.replace("KEY", key), added), described, tail, added)
+        return [f"{name}: {' '.join(parts) or EMPTY}", *value_rules]
 
     return rules
 

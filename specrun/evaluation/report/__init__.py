@@ -1,1 +1,0 @@
-"""A benchmark as one HTML file."""
