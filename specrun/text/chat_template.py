@@ -1,7 +1,7 @@
 """Chat templates: the messages of a conversation to the text that the model continues, as transformers renders it.
 
-Templates come with checkpoints, so they are untrusted programs. ``template_language`` runs them in a sandbox: they
-see nothing but plain data, and their time and the length of what they write are limited.
+Templates come with checkpoints, so they are programs of strangers. ``template_language`` runs them in a sandbox: they
+see nothing but plain data, and their time and what they make have limits.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class ChatTemplate:
             environment = template.environment
             assert isinstance(environment, Environment)
             too_long = f"it ran for more than {self._seconds} s"
-            with limited_time(self._seconds, _is_template, too_long):
+            with environment.rendering(), limited_time(self._seconds, _is_template, too_long):
                 return environment.concat(template.generate(named))
         except Exception as error:  # Templates are programs, and fail like programs.
             raise self._failed(error) from error

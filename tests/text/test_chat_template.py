@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -321,6 +322,57 @@ def test_a_template_that_writes_without_end(tmp_path: Path, long: str) -> None:
         RequestError, match=r"the chat template failed \(it (writes|makes something of) more than 16777"
     ):
         ChatTemplate(long, {}, tmp_path, seconds=math.inf).render(CONVERSATIONS[0])
+
+
+BIG = "{% set b = 'a' * 8000000 %}"
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{{ '%2000000000d' % 1 }}",
+        "{{ '%*d' % (2000000000, 1) }}",
+        "{{ '%.2000000000f' % 1.5 }}",
+        "{{ 'a'.ljust(2000000000) }}",
+        "{{ 'a'.rjust(2000000000) }}",
+        "{{ 'a'.center(2000000000) }}",
+        "{{ 'a'.zfill(2000000000) }}",
+        "{{ '\t'.expandtabs(2000000000) }}",
+        "{{ 'a' | center(2000000000) }}",
+        "{{ 'a\nb' | indent(2000000000) }}",
+        "{{ [1, 2] | tojson(indent=2000000000) }}",
+        "{{ '{:2000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 2000000000) }}",
+        "{{ '{a:>2000000000}'.format_map({'a': 1}) }}",
+        "{{ '%2000000000d' | format(1) }}",
+        "{{ strftime_now('%2000000000Y') }}",
+        BIG + "{{ b.replace('a', 'aaaaaaaaa') }}",
+        BIG + "{{ b | replace('a', 'aaaaaaaaa') }}",
+        BIG + "{{ [b, b, b] }}",
+        BIG + "{{ [b, b, b] | string }}",
+        BIG + "{{ [b, b, b] | join }}",
+        BIG + "{{ ([1] * 1000) | join(b) }}",
+        BIG + "{{ ([1] * 1000) | map('string') | join(b) }}",
+        BIG + "{{ b.join(([1] * 1000) | map('string')) }}",
+        "{% set x = [1] * 1000000 %}{{ ([x] * 1000) | sum(start=[]) | length }}",
+        "{% set x = [1] * 1000000 %}{{ ([x] * 1000) | map('list') | sum(start=[]) | length }}",
+        BIG + "{{ b.join(['a', 'a', 'a', 'a']) }}",
+        BIG + "{{ '%s%s%s' % (b, b, b) }}",
+        BIG + "{{ '{0}{0}{0}'.format(b) }}",
+        BIG + "{{ 'aaa'.translate({97: b}) }}",
+        BIG + "{{ 'a b c d' | wordwrap(1, wrapstring=b) }}",
+        BIG + "{% set ns = namespace(x=[]) %}{% for i in range(99) %}{% set ns.x = ns.x + [b[i:]] %}{% endfor %}",
+        BIG + "{% macro m(n) %}{% set y = b[n:] %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
+    ],
+)
+def test_a_template_that_makes_gigabytes(tmp_path: Path, long: str) -> None:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(RequestError, match=r"failed \(it (writes|makes)( something of)? more than \d+ characters"):
+        ChatTemplate(long, {}, tmp_path, seconds=math.inf).render(CONVERSATIONS[0])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 300_000, "kilobytes"
 
 
 def test_texts_of_a_megabyte_are_rendered(tmp_path: Path) -> None:
