@@ -10,7 +10,7 @@ from typing import Any
 
 _EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "huggingface_hub", "safetensors"), "build"),
-    **dict.fromkeys(("onnx", "onnxscript", "onnx_ir", "httpx"), "build"),
+    **dict.fromkeys(("onnx", "onnxscript", "onnx_ir", "httpx", "matplotlib"), "build"),
     "onnxruntime": "run",
     "tensorrt": "gpu",
     "tensorrt_rtx": "rtx",

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 VENDORS = [
     *("torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "cuda"),
-    *("jinja2", "llguidance"),
+    *("jinja2", "llguidance", "matplotlib"),
 ]
 
 

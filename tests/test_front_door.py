@@ -222,7 +222,7 @@ def test_the_distribution_and_what_its_extras_bring() -> None:
     assert brings("rtx") >= brings("run") | brings("build") | {"cuda_python"}
     assert brings("gpu") >= brings("build") | {"cuda_python", "onnxruntime_gpu"}
     assert "onnxruntime" not in brings("gpu"), "its files and those of onnxruntime-gpu are the same"
-    for package in ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "tensorrt"):
+    for package in ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "tensorrt", "matplotlib"):
         extra = found_in(r"^pip install '\.\[(\w+)\]' in a clone of the project$", how_to_install(package))
         assert package in brings(extra)
     assert "tensorrt_rtx" in brings(found_in(r"\[(\w+)\]", how_to_install("tensorrt_rtx")))

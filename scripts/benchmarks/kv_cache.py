@@ -21,12 +21,12 @@ import numpy.typing as npt
 from scripts.benchmarks.engines import build, to_onnx
 from scripts.benchmarks.quality import compare, rows_of
 from scripts.benchmarks.quantized import Floats
-from scripts.benchmarks.speeds import fastest
 from scripts.real_models import REAL_MODELS
 from specrun.backends import Backend, open_host_backend
 from specrun.engine_dir.config import open_engine
 from specrun.evaluation.bench import machine_of
 from specrun.evaluation.bench_results import Spread
+from specrun.evaluation.report.bandwidth import fastest
 
 WEIGHTS = {"float32": "auto", "int8": "int8"}
 CACHES = {"float32": "auto", "int8": "int8", "int4": "int4"}

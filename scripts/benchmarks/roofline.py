@@ -20,14 +20,13 @@ import click
 import numpy as np
 import onnx_ir as ir
 
-from scripts.benchmarks.speeds import copy_speed, fastest
 from specrun import cpu_operators
 from specrun.backends.ort import OrtBackend
 from specrun.backends.ort_session import session_options
 from specrun.cpu_operators import DOMAIN
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
 from specrun.evaluation.bench import machine_of
-from specrun.evaluation.weight_bytes import weight_bytes
+from specrun.evaluation.report.bandwidth import copy_speed, fastest, weight_bytes
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 9, 16)
 POSITIONS = 128

@@ -28,6 +28,7 @@ from specrun.field_options import field_option, field_options, packed
 from specrun.request.options import RequestOptions
 
 if TYPE_CHECKING:
+    from specrun.engine_dir.config import EngineConfig
     from specrun.evaluation.bench_results import Result
 
 
@@ -74,6 +75,7 @@ def _or_compare(command: Callable[..., None]) -> Callable[..., None]:
 @constraint_options
 @field_option(BenchSettings, "repetitions")
 @click.option("--output_format", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
+@click.option("--report", type=FolderPath, metavar="FILE.html", help="Also write a page with charts.")
 @click.option(
     "--compare",
     nargs=2,
@@ -86,6 +88,7 @@ def bench(
     settings: BenchSettings,
     source: Texts | TokenNormDist,
     output_format: Literal["table", "json", "csv"],
+    report: Path | None,
 ) -> None:
     """Measure a pair beside its target alone, interleaved in one run.
 
@@ -99,8 +102,11 @@ def bench(
     from specrun.evaluation.bench_tables import as_csv, table
 
     note_unused_sampling(settings.params)
+    if report:
+        _require_report(report)
     texts = source.read() if isinstance(source, Texts) else []
-    _, target, draft_model, tokenizer = models.engines(for_chat=settings.options.chat, check=settings.config.check)
+    drafts = [settings.config.draft, Path(models.draft).name if models.draft else None]
+    name, target, draft_model, tokenizer = models.engines(for_chat=settings.options.chat, check=settings.config.check)
     engine = open_engine(target)
     if isinstance(source, TokenNormDist):
         texts = source.prompts(engine.graph.vocab_size, settings.params.seed or 0)
@@ -117,6 +123,9 @@ def bench(
         stopped = error
         click.echo("stopped: these had been measured", err=True)
     results = in_order(done, settings)
+    if report:
+        title = f"{name} with {' and '.join(filter(None, drafts))}"
+        _write_report(report, title, (target, draft_model), engine, results, settings)
     if output_format == "json":
         click.echo(as_json(results, engine, settings))
     elif output_format == "csv":
@@ -147,6 +156,32 @@ def _compare(a: Path, b: Path, output_format: Literal["table", "json", "csv"]) -
         click.echo(shown, nl=output_format == "json")
     else:
         _print(shown)
+
+
+def _require_report(file: Path) -> None:
+    """Raise RequestError and ModuleNotFoundError where the page could not be written after all measuring."""
+    from specrun.errors import RequestError
+    from specrun.evaluation.report.page import require_packages
+
+    if file.is_dir() or not file.parent.is_dir():
+        raise RequestError(f"--report {file}: expected a file in a directory that exists, like report.html")
+    require_packages()
+
+
+def _write_report(
+    file: Path,
+    title: str,
+    pair: tuple[Path, Path | None],
+    engine: EngineConfig,
+    results: list[Result],
+    settings: BenchSettings,
+) -> None:
+    from specrun.engine_dir.directories import write_whole
+    from specrun.evaluation.report.bandwidth import shares
+    from specrun.evaluation.report.page import page
+
+    bandwidths = shares(*pair, results) if engine.backend.device == "cpu" else []
+    write_whole(file, page(title, results, bandwidths, engine, settings).encode())
 
 
 def _print(shown: Any) -> None:

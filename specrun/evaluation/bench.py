@@ -27,7 +27,7 @@ from specrun.evaluation.bench_passes import Pass, example, summarize
 from specrun.evaluation.bench_results import Result, shown_draft_len, vllm_names
 from specrun.evaluation.bench_settings import BenchSettings
 from specrun.evaluation.prompt_sets import BenchPrompt
-from specrun.evaluation.weight_bytes import weight_bytes_of
+from specrun.evaluation.report.bandwidth import weight_bytes_of
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.speculative.host_round import HostRound

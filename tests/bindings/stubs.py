@@ -56,7 +56,7 @@ show_error_end = true
 ignore_missing_imports = true
 cache_dir = {CACHE / "mypy"}
 # To read these takes a minute, and no object of TensorRT goes there.
-[mypy-torch.*,transformers.*,huggingface_hub.*,onnxscript.*]
+[mypy-torch.*,transformers.*,huggingface_hub.*,onnxscript.*,matplotlib.*]
 follow_imports = skip
 """
 

@@ -1,0 +1,1 @@
+"""A benchmark as one HTML file."""
