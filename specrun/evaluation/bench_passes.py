@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import mean
+from statistics import mean, median
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,8 @@ class Pass:
     ids: list[list[int]] = field(default_factory=list)
     stats: dict[str, list[Stats]] = field(default_factory=dict)
     """Statistics of the requests, by category."""
+    token_seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds of a token of each request, the prompt's included, by category."""
     first: Request | None = None
     """The first request."""
 
@@ -69,6 +71,7 @@ class Pass:
             if behind := len(request.token_outputs) - 1:
                 self.later_tokens.append((stats.seconds - stats.first_token_seconds) / behind)
             self.stats.setdefault(category, []).append(stats)
+            self.token_seconds.setdefault(category, []).append(stats.seconds / len(request.token_outputs))
             self.ids.append(request.output)
 
     @property
@@ -142,8 +145,17 @@ def summarize(
         speculative_decoding=speculative_decoding(
             request_stats for stats in by_category.values() for request_stats in stats
         ),
-        by_category={name: speculative_decoding(stats) for name, stats in by_category.items() if name},
+        by_category={
+            name: {**speculative_decoding(stats), "speedup": category_speedup(passes, name)}
+            for name, stats in by_category.items()
+            if name
+        },
     )
+
+
+def category_speedup(passes: Sequence[tuple[Pass, Pass]], category: str) -> float:
+    """Speedup in the time of a token of such requests: the median of the repetitions."""
+    return median(mean(ours.token_seconds[category]) / mean(theirs.token_seconds[category]) for ours, theirs in passes)
 
 
 def split_of(passes: Sequence[tuple[Pass, Pass]], alpha: float, lengths: Sequence[int]) -> Split:

@@ -80,7 +80,7 @@ class Result:
     speculative_decoding: dict[str, Any] = field(default_factory=dict)
     """All rounds' counts, as ``specrun.request.stats.speculative_decoding`` has them."""
     by_category: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The same for each category of prompts."""
+    """The same for each category of prompts, and the speedup in the time of a token."""
     ignore_eos: bool = True
     """Whether stop ids were ignored. False: outputs ended as they do in use."""
     output_tokens: float = 0.0

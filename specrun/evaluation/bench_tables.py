@@ -83,15 +83,17 @@ def arrivals(results: Sequence[Result]) -> list[str]:
 
 
 def _categories(results: Sequence[Result]) -> Table | None:
-    """Tokens that rounds with drafts committed, by category; None where prompts have none."""
+    """Tokens that rounds with drafts committed, and speed-ups, by category; None where prompts have none."""
     names = sorted({name for result in results for name in result.by_category})
     if not names:
         return None
     shown = [f"{result.batch_size}\n{shown_draft_len(result.draft_len)}" for result in results]
-    categories = new_table("tokens a round with drafts\nbatch, draft len", *shown)
+    categories = new_table("tokens a round with drafts, speed-up\nbatch, draft len", *shown)
     for name in names:
-        stats = [result.by_category.get(name) for result in results]
-        categories.add_row(name, *("-" if mean is None else f"{mean['mean_acceptance_length']:.2f}" for mean in stats))
+        found = (result.by_category.get(name) for result in results)
+        categories.add_row(
+            name, *(f"{each['mean_acceptance_length']:.2f}, {each['speedup']:.2f}x" if each else "-" for each in found)
+        )
     return categories
 
 

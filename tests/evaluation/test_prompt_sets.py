@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from specrun.cli import main
 from specrun.errors import RequestError
 from specrun.evaluation.bench import bench
+from specrun.evaluation.bench_passes import Pass, category_speedup
 from specrun.evaluation.bench_results import Result, Spread, vllm_names
 from specrun.evaluation.bench_settings import BenchSettings
 from specrun.evaluation.bench_tables import advice
@@ -99,12 +100,23 @@ def test_acceptance_is_told_apart_by_category(engines: Path) -> None:
     for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
         total = sum(counts[name] for counts in result.by_category.values())
         assert total == result.speculative_decoding[name] > 0 or name == "num_accepted_draft_tokens"
+    assert all(0 < counts["speedup"] < 100 for counts in result.by_category.values())
     named = vllm_names(result)
     assert named["output_throughput"] == result.tokens_per_second.median
     assert named["spec_decode_acceptance_length"] == result.speculative_decoding["mean_acceptance_length"]
     rates = named["spec_decode_per_position_acceptance_rates"]
     assert sum(rates) / 100 == pytest.approx(named["spec_decode_acceptance_length"] - 1)
     assert named["mean_tpot_ms"] > 0 and named["mean_ttft_ms"] > 0
+
+
+def test_a_categorys_speedup_is_that_of_its_tokens() -> None:
+    """The median of the repetitions; a request of another category does not count."""
+    passes = [
+        (Pass(token_seconds={"one": [2.0, 4.0], "other": [9.0]}), Pass(token_seconds={"one": [1.0, 1.0]})),
+        (Pass(token_seconds={"one": [2.0]}), Pass(token_seconds={"one": [1.0]})),
+        (Pass(token_seconds={"one": [1.0]}), Pass(token_seconds={"one": [2.0]})),
+    ]
+    assert category_speedup(passes, "one") == 2.0
 
 
 def result(batch: int, draft_len: int | None, speedup: tuple[float, float, float]) -> Result:
