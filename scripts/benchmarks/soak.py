@@ -1,8 +1,9 @@
 """Thousands of requests to `specrun serve`, many of which are cut off, while its memory is watched.
 
-The pair is small and random, made here. Requests come from a pool of bodies with seeds, so every answer is asked for
-many times, in ever new company: all of them must be the same text. Ends with status 1 if a text differs, the server
-answers with an error it should not, or requests are left when all clients have gone.
+The pair is the small trained one in scripts/demo_pair. Requests come from a pool of bodies with seeds, so every answer
+is asked for many times, in ever new company: all of them must be the same text. Ends with status 1 if a text differs,
+the server answers with an error it should not, requests are left when all clients have gone, or drafts are accepted
+less often at the end than in the beginning.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,30 +25,24 @@ from typing import Any
 
 import click
 import httpx
-from transformers import LlamaConfig
 
-from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
+from scripts.benchmarks.engines import build, to_onnx
 from specrun.devices.processor import describe_processor
 
 ROOT = Path(__file__).parents[2]
 BODIES = 400
+DRAFT_LEN = 4
+LEAST_SHARE = 0.9
+"""Share of the first third's acceptance rate that the last third must have."""
 WORDS = ["try", "with", "the", "statement", "is", "class", "of", "return"]
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
 
-def make_pair(model: Path, directory: Path) -> None:
-    """Engines of a 2-layer target and a 1-layer draft of the kind of ``model``, for 8 texts at once."""
-    for name, layers, width in (("target", 2, 128), ("draft", 1, 64)):
-        sizes: dict[str, Any] = {
-            "hidden_size": width,
-            "intermediate_size": 2 * width,
-            "head_dim": 32,
-            "num_hidden_layers": layers,
-        }
-        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "dtype": "float32"}
-        config = LlamaConfig.from_pretrained(model, **sizes)
-        checkpoint = random_checkpoint(config, model, directory / f"{name}-checkpoint")
-        build(to_onnx(checkpoint, directory / f"{name}-onnx"), directory / name, max_batch_size=8)
+def make_pair(directory: Path) -> None:
+    """Engines for 8 texts at once."""
+    for name in ("target", "draft"):
+        onnx = to_onnx(ROOT / "scripts" / "demo_pair" / name, directory / f"{name}-onnx")
+        build(onnx, directory / name, max_batch_size=8, max_draft_len=DRAFT_LEN)
 
 
 def make_body(number: int) -> dict[str, Any]:
@@ -132,6 +128,22 @@ def resources(process: int) -> dict[str, float]:
     }
 
 
+def counted(page: str, name: str) -> float:
+    """A counter of the metrics page."""
+    return sum(map(float, re.findall(rf"^\S*{name}(?:_total)?\{{[^}}]*\}} (\S+)", page, re.MULTILINE)))
+
+
+def acceptance_rates(seen: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """Accepted by drafted tokens in the first and the last third of what was seen."""
+    third = max(1, len(seen) // 3)
+    ends = (seen[0], seen[third]), (seen[-1 - third], seen[-1])
+    first, last = (
+        (later["accepted"] - sooner["accepted"]) / max(1.0, later["drafted"] - sooner["drafted"])
+        for sooner, later in ends
+    )
+    return first, last
+
+
 async def run_clients(url: str, process: int, requests: int, clients: int) -> tuple[Soak, list[dict[str, float]]]:
     """All requests, some at a time; and the server's resources after each twentieth part of them."""
     limits = httpx.Limits(max_connections=clients)
@@ -139,36 +151,43 @@ async def run_clients(url: str, process: int, requests: int, clients: int) -> tu
         soak, seen = Soak(client), []
         waiting = iter(range(requests))
 
+        async def note(number: int) -> str:
+            page = (await client.get("/metrics")).text
+            counts = {name: counted(page, f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted")}
+            drafts = {"drafted": counts["draft"], "accepted": counts["accepted"]}
+            seen.append({"requests": number, **resources(process), **drafts})
+            click.echo(str(seen[-1]), err=True)
+            return page
+
         async def work(draw: random.Random) -> None:
             for number in waiting:
                 await soak.ask(draw)
                 if number % max(1, requests // 20) == 0:
-                    seen.append({"requests": number, **resources(process)})
-                    click.echo(str(seen[-1]), err=True)
+                    await note(number)
 
         await asyncio.gather(*(work(random.Random(seed)) for seed in range(clients)))
         await asyncio.sleep(2)
-        page = (await client.get("/metrics")).text
+        page = await note(requests)
         left = re.findall(r"num_requests_(?:running|waiting)\{[^}]*\} (\S+)", page)
         if len(left) != 2 or any(map(float, left)):
             soak.wrong.append(f"left: {left}")
-        seen.append({"requests": requests, **resources(process)})
+    seen.sort(key=lambda each: each["requests"])
+    first, last = acceptance_rates(seen)
+    if not last >= LEAST_SHARE * first > 0:
+        soak.wrong.append(f"accepted: {first:.3f} of draft tokens at first, {last:.3f} at last")
     return soak, seen
 
 
 @click.command()
-@click.option(
-    "--model_dir", type=click.Path(path_type=Path), default=ROOT / "demo" / "hf" / "target", show_default=True
-)
 @click.option("--requests", type=int, default=10_000, show_default=True)
 @click.option("--clients", type=int, default=32, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-def main(model_dir: Path, requests: int, clients: int, json_file: Path | None) -> None:
+def main(requests: int, clients: int, json_file: Path | None) -> None:
     """See the module."""
     with tempfile.TemporaryDirectory() as made:
-        make_pair(model_dir, Path(made))
+        make_pair(Path(made))
         engines = ["--engine_dir", f"{made}/target", "--draft_engine_dir", f"{made}/draft"]
-        command = [sys.executable, "-m", "specrun", "serve", *engines, "--port", "0"]
+        command = [sys.executable, "-m", "specrun", "serve", *engines, "--port", "0", "--draft_len", str(DRAFT_LEN)]
         with Path(f"{made}/log").open("w+") as log:
             server = subprocess.Popen(command, stderr=log, cwd=ROOT)
             try:
