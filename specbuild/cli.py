@@ -66,19 +66,13 @@ def main(debug: bool) -> None:
 @field_option(ConvertOptions, "head", **_HUB)
 @field_option(ConvertOptions, "head_of", **_HUB)
 @field_options(ConvertOptions, "allow_pickle", "verify")
-@click.option("--dry_run", is_flag=True, help="Show what would be made and what it takes; write nothing.")
 @field_options(ConvertOptions, "resume", "force")
-def convert(options: ConvertOptions, dry_run: bool) -> None:
+def convert(options: ConvertOptions) -> None:
     """Hugging Face checkpoint -> ONNX checkpoint directory."""
     from specbuild.convert.convert import convert as run
     from specbuild.progress import Stages
 
-    if not dry_run:
-        run(options, Stages())
-        return
-    from specbuild.convert.dry_run import describe_conversion
-
-    click.echo(describe_conversion(options, Stages()))
+    run(options, Stages())
 
 
 @main.command()

@@ -82,7 +82,7 @@ def check_model(
     stages = stages or Stages()
     require_packages("torch", "transformers")
     # Outside the stage, which has a bar: the Hub's client has bars of its own.
-    with described(name, revision, "check") as (directory, download), stages.stage(f"check {name}"):
+    with described(name, revision) as (directory, download), stages.stage(f"check {name}"):
         options = ConvertOptions(name, "", text_model=text_model)
         return replace(_check(read_source(options, {"model_dir": directory}, stages), options), download=download)
 

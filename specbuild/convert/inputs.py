@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbuild.artifacts.checksums import describe_inputs
 from specbuild.artifacts.provenance import provenance, releases
 from specbuild.hf.hub import locate
-from specbuild.hf.hub_metadata import described
 from specbuild.quantization.calibration_data import BUILTIN, TextOptions
 from specrun.engine_dir.config import Provenance
 
@@ -44,29 +42,11 @@ def locate_inputs(options: ConvertOptions) -> dict[str, Path]:
     if options.head is not None:
         is_same = options.head == options.model
         directories["head"] = same if is_same else locate(options.head, None, "--head", head=True, pickles=pickles)
-    directories |= _adapter(options)
+    if options.lora is not None:
+        directories["lora"] = locate(options.lora, None, "--lora", head=True)
     if options.head_of is not None:
         directories["head_of"] = locate(options.head_of, None, "--head_of", code=code) if is_head else same
     return directories
-
-
-def _adapter(options: ConvertOptions) -> dict[str, Path]:
-    return {} if options.lora is None else {"lora": locate(options.lora, None, "--lora", head=True)}
-
-
-@contextmanager
-def described_inputs(options: ConvertOptions) -> Iterator[tuple[dict[str, Path], int]]:
-    """The same for ``--dry_run``: of a model on the Hub without its weights, whose bytes are the second value.
-
-    Heads and adapters are small, and downloaded. Raises CheckpointError.
-    """
-    with described(options.model, options.revision, "--model_dir", options.trust_remote_code) as (directory, download):
-        directories = {"model_dir": directory}
-        if options.head == options.model:
-            directories["head"] = directory
-        elif options.head is not None:
-            directories["head"] = locate(options.head, None, "--head", head=True, pickles=options.allow_pickle)
-        yield {**directories, **_adapter(options)}, download
 
 
 def made_of(

@@ -29,15 +29,15 @@ _AT_ONCE = 8
 
 
 @contextmanager
-def described(model: str, revision: str | None, option: str, code: bool = False) -> Iterator[tuple[Path, int]]:
+def described(model: str, revision: str | None) -> Iterator[tuple[Path, int]]:
     """The directory of ``model`` as ``locate`` takes it, and bytes that it would download; see ``without_weights``.
 
     Raises CheckpointError.
     """
-    if (directory := local_directory(model, option)) is not None:
+    if (directory := local_directory(model, "check")) is not None:
         yield directory, 0
         return
-    with without_weights(open_repository(model, revision, code)) as repository:
+    with without_weights(open_repository(model, revision)) as repository:
         yield repository
 
 

@@ -1,25 +1,25 @@
 // Activations in vectors: activations.cpp has them compiled for each processor.
 
 // The next 16 numbers or fewer; what is missing is 0.
-INLINE Float next(const float* place, int64_t left) {
+INLINE Float next(const float* values, int64_t left) {
     Float vector;
     if (left >= kLanes) {
-        load(vector, place);
+        load(vector, values);
     } else {
         float lanes[kLanes] = {};
-        std::memcpy(lanes, place, static_cast<size_t>(left) * sizeof(float));
+        std::memcpy(lanes, values, static_cast<size_t>(left) * sizeof(float));
         load(vector, lanes);
     }
     return vector;
 }
 
-INLINE void write(float* place, int64_t left, Float vector) {
+INLINE void write(float* values, int64_t left, Float vector) {
     if (left >= kLanes) {
-        store(place, vector);
+        store(values, vector);
     } else {
         float lanes[kLanes];
         store(lanes, vector);
-        std::memcpy(place, lanes, static_cast<size_t>(left) * sizeof(float));
+        std::memcpy(values, lanes, static_cast<size_t>(left) * sizeof(float));
     }
 }
 

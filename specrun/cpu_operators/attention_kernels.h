@@ -278,9 +278,9 @@ TARGET void attend_part(void* item, size_t number) {
     const int64_t part = static_cast<int64_t>(number) % parts, head = static_cast<int64_t>(number) / parts;
     const int64_t row = head / all.kv_heads, kv_head = head % all.kv_heads;
     const int64_t first = part * kTokensOfPart, end = std::min(first + kTokensOfPart, all.tokens);
-    const int64_t place = head * all.positions, width = whole_lanes(all.width);
+    const int64_t base = head * all.positions, width = whole_lanes(all.width);
     const int64_t widest = std::max(width, whole_lanes(all.value_width));
-    const uint8_t *keys = all.keys + place * all.key_bytes(), *values = all.values + place * all.value_bytes();
+    const uint8_t *keys = all.keys + base * all.key_bytes(), *values = all.values + base * all.value_bytes();
     const int64_t most = whole_lanes(all.first[row] + end);
     thread_local std::vector<Line> lines;  // Aligned: a vector that crosses lines of the cache takes twice as long.
     lines.resize(static_cast<size_t>(kLanes * width + lanes_memory(most, widest)) / kLanes);
@@ -301,13 +301,13 @@ TARGET void attend_part(void* item, size_t number) {
         const int64_t position = all.first[row] + token, from = all.first_seen(position);
         if (count && queries[0].first != from) answer_them();
         for (int64_t q_head = kv_head * all.group(); q_head < (kv_head + 1) * all.group(); ++q_head) {
-            float* own = rotated + count * width;
-            rotate(all, all.q + (first_head + q_head) * all.width, row, token, all.scale, own);
-            std::fill(own + all.width, own + width, 0.0f);
-            if (all.is_packed()) mix_numbers(own, width);
+            float* query = rotated + count * width;
+            rotate(all, all.q + (first_head + q_head) * all.width, row, token, all.scale, query);
+            std::fill(query + all.width, query + width, 0.0f);
+            if (all.is_packed()) mix_numbers(query, width);
             const float sink = all.sinks ? all.sinks[q_head] : -INFINITY;
             float* y = all.y + (first_head + q_head) * all.value_width;
-            queries[count] = {own, from, position + 1 - from, weights + count * most, y, all.softcap, sink};
+            queries[count] = {query, from, position + 1 - from, weights + count * most, y, all.softcap, sink};
             if (++count == kLanes) answer_them();
         }
     }

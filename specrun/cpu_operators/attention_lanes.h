@@ -22,10 +22,10 @@ INLINE void score_lanes(const float* queries, const float* keys, int64_t width, 
         Float parts[kKeys][4] = {};  // Of numbers i, i + 4, i + 8 and i + 12 of each 16.
         for (int64_t number = i; number < width; number += kLanes) {
             UNROLL for (int part = 0; part < 4; ++part) {
-                const int64_t place = number + 4 * part;
+                const int64_t index = number + 4 * part;
                 Float q;
-                load(q, queries + place * kLanes);
-                UNROLL for (int n = 0; n < kKeys; ++n) parts[n][part] += q * keys[n * width + place];
+                load(q, queries + index * kLanes);
+                UNROLL for (int n = 0; n < kKeys; ++n) parts[n][part] += q * keys[n * width + index];
             }
         }
         UNROLL for (int n = 0; n < kKeys; ++n) {

@@ -43,7 +43,7 @@ ort::Type type_of(size_t input) {
 }
 
 template <bool kPacked>
-Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** made) {
+Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** created) {
     auto kernel = std::unique_ptr<Kernel>(new (std::nothrow) Kernel{});
     if (!kernel) return ort::create_status(api, ort::kRuntimeException, "CachedAttention: no memory");
     kernel->api = api;
@@ -61,7 +61,7 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     if (!has_bits || is_odd || (kernel->window && kernel->chunk) || !(kernel->softcap >= 0)) {
         return ort::fail(api, "CachedAttention: attributes out of range");
     }
-    *made = kernel.release();
+    *created = kernel.release();
     return nullptr;
 }
 

@@ -18,7 +18,7 @@ using ort::Status;
 using ort::Tensor;
 
 // Gives every rank's ``bytes`` to all, in the order of the ranks. Returns 0, or anything else on failure.
-using Exchange = int (*)(int64_t number, const void* own, void* all, int64_t bytes);
+using Exchange = int (*)(int64_t number, const void* part, void* all, int64_t bytes);
 Exchange exchange = nullptr;
 int64_t ranks_of_process = 0;  // ``exchange`` fills so many places.
 
@@ -54,7 +54,7 @@ Status* require_ranks(const Kernel& kernel) {
     return ort::fail(kernel.api, "collectives: the graph is for another number of ranks than this process's group has");
 }
 
-Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** made) {
+Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** created) {
     auto kernel = std::unique_ptr<Kernel>(new (std::nothrow) Kernel{});
     if (!kernel) return ort::create_status(api, ort::kRuntimeException, "collectives: no memory");
     kernel->api = api;
@@ -62,7 +62,7 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "number", &kernel->number));
     if (kernel->ranks < 1) return ort::fail(api, "collectives: ranks must be at least 1");
     if (exchange) RETURN_IF_FAILED(require_ranks(*kernel));
-    *made = kernel.release();
+    *created = kernel.release();
     return nullptr;
 }
 

@@ -38,14 +38,14 @@ struct Lookup {
 };
 
 float value_of(const specrun::BlockValues& all, int64_t panel, int64_t block, int64_t column) {
-    const int64_t place = all.place(panel, block) + column;
+    const int64_t index = all.value_index(panel, block) + column;
     switch (all.stored) {
-        case specrun::Stored::kFloat32: return static_cast<const float*>(all.values)[place];
-        case specrun::Stored::kBfloat16: return specrun::from_bfloat16(static_cast<const uint16_t*>(all.values)[place]);
-        case specrun::Stored::kFloat16: return specrun::from_float16(static_cast<const uint16_t*>(all.values)[place]);
+        case specrun::Stored::kFloat32: return static_cast<const float*>(all.values)[index];
+        case specrun::Stored::kBfloat16: return specrun::from_bfloat16(static_cast<const uint16_t*>(all.values)[index]);
+        case specrun::Stored::kFloat16: return specrun::from_float16(static_cast<const uint16_t*>(all.values)[index]);
         case specrun::Stored::kCodes: break;
     }
-    return static_cast<float>(static_cast<const int8_t*>(all.values)[place]) * all.unit(panel, block)[column];
+    return static_cast<float>(static_cast<const int8_t*>(all.values)[index]) * all.unit(panel, block)[column];
 }
 
 void look_up(void* item, size_t number) {
@@ -111,7 +111,7 @@ Status* compute(void* pointer, ort::KernelContext* context) {
     return ort::create_status(kernel.api, ort::kRuntimeException, "EmbeddingLookup: no threads");
 }
 
-Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** made) {
+Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** created) {
     auto kernel = std::unique_ptr<Kernel>(new (std::nothrow) Kernel{});
     if (!kernel) return ort::create_status(api, ort::kRuntimeException, "EmbeddingLookup: no memory");
     kernel->api = api, kernel->bits = 32, kernel->block = 1;
@@ -127,7 +127,7 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
         kernel->block <= 0 || kernel->block > kMost) {
         return ort::fail(api, "EmbeddingLookup: attributes out of range");
     }
-    *made = kernel.release();
+    *created = kernel.release();
     return nullptr;
 }
 

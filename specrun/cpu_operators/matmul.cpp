@@ -103,7 +103,7 @@ OPERATION Float load_float16(const uint16_t* halves) {
 OPERATION Float load_int8(const int8_t* numbers) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers))));
 }
-OPERATION void store(float* place, Float values) { _mm512_storeu_ps(place, values); }
+OPERATION void store(float* target, Float values) { _mm512_storeu_ps(target, values); }
 OPERATION Int low_nibbles(Int packed) { return _mm512_and_si512(packed, _mm512_set1_epi8(15)); }
 OPERATION Int high_nibbles(Int packed) { return low_nibbles(_mm512_srli_epi16(packed, 4)); }
 template <int kBits>
@@ -164,7 +164,7 @@ bool has_float16() {
     OPERATION Float load_int8(const int8_t* numbers) {                                                              \
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(numbers))));\
     }                                                                                                               \
-    OPERATION void store(float* place, Float values) { _mm256_storeu_ps(place, values); }                           \
+    OPERATION void store(float* target, Float values) { _mm256_storeu_ps(target, values); }                           \
     OPERATION Int low_nibbles(Int packed) { return _mm256_and_si256(packed, _mm256_set1_epi8(15)); }                \
     OPERATION Int high_nibbles(Int packed) { return low_nibbles(_mm256_srli_epi16(packed, 4)); }                    \
     OPERATION Float to_float(Int values) { return _mm256_cvtepi32_ps(values); }                                     \
@@ -331,9 +331,9 @@ bool multiply(Product product, const Threads& threads) {
 }  // namespace specrun
 
 const char* specrun_choose_instruction_set(const char* name) {
-    const specrun::InstructionSet* found = specrun::choose(name);
-    if (!found) return nullptr;
-    specrun::chosen = found;
-    specrun::vectors = name ? found->vectors : specrun::widest_vectors();
-    return found->name;
+    const specrun::InstructionSet* set = specrun::choose(name);
+    if (!set) return nullptr;
+    specrun::chosen = set;
+    specrun::vectors = name ? set->vectors : specrun::widest_vectors();
+    return set->name;
 }

@@ -30,7 +30,7 @@ struct BlockValues {
     int64_t panel_values, block_values, panel_units;  // How far the next panel's or block's are.
     int unit_shift;
 
-    int64_t place(int64_t panel, int64_t block) const { return panel * panel_values + block * block_values; }
+    int64_t value_index(int64_t panel, int64_t block) const { return panel * panel_values + block * block_values; }
     const float* unit(int64_t panel, int64_t block) const {
         return units + panel * panel_units + (block >> unit_shift) * kColumns;
     }
@@ -80,7 +80,7 @@ struct Rounded {
     int32_t* sums;   // [rows][blocks]: of the codes
 
     // Of the activations of a block.
-    float sum(int64_t place) const { return scales[place] * static_cast<float>(sums[place]); }
+    float sum(int64_t index) const { return scales[index] * static_cast<float>(sums[index]); }
 };
 
 struct Product {

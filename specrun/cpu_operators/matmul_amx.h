@@ -152,18 +152,18 @@ struct Tiles {
                 }
             }
         }
-        Sums& found = sums[block % 2];
-        _tile_stored(0, found[0], kLineBytes);
+        Sums& tile_sums = sums[block % 2];
+        _tile_stored(0, tile_sums[0], kLineBytes);
         if constexpr (kIsTwo) {
-            _tile_stored(2, found[0][kMostTileRows], kLineBytes);
+            _tile_stored(2, tile_sums[0][kMostTileRows], kLineBytes);
             if constexpr (kPanels > 1) {
-                _tile_stored(1, found[1], kLineBytes);
-                _tile_stored(3, found[1][kMostTileRows], kLineBytes);
+                _tile_stored(1, tile_sums[1], kLineBytes);
+                _tile_stored(3, tile_sums[1][kMostTileRows], kLineBytes);
             }
         } else if constexpr (kPanels > 1) {
-            _tile_stored(1, found[1], kLineBytes);
-            _tile_stored(2, found[2], kLineBytes);
-            _tile_stored(3, found[3], kLineBytes);
+            _tile_stored(1, tile_sums[1], kLineBytes);
+            _tile_stored(2, tile_sums[2], kLineBytes);
+            _tile_stored(3, tile_sums[3], kLineBytes);
         }
     }
 
@@ -184,9 +184,9 @@ struct Tiles {
             const Float x_scale = spread(x_scales[r * blocks]);
             const int32_t x_sum = x_sums[r * blocks];
             UNROLL for (int s = 0; s < kPanels; ++s) {
-                Int found = _mm512_load_si512(sums[block % 2][s][r]);
-                if constexpr (!kSigned) found = _mm512_add_epi32(found, spread(-weight.middle * x_sum));
-                Float sum = to_float(found);
+                Int integers = _mm512_load_si512(sums[block % 2][s][r]);
+                if constexpr (!kSigned) integers = _mm512_add_epi32(integers, spread(-weight.middle * x_sum));
+                Float sum = to_float(integers);
                 if (weight.zeros) sum = multiply_add(zero_points[s], spread(static_cast<float>(-x_sum)), sum);
                 Float total = multiply_add(sum, times(scales[s], x_scale), load(totals[s][r]));
                 if (weight.minima.values) {

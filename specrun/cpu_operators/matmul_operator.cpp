@@ -100,9 +100,9 @@ Status* make_outputs(const Kernel& kernel, ort::KernelContext* context, const In
     int64_t panel = 0;
     for (size_t i = 0; i < kernel.num_outputs; ++i) {
         y.shape[y.axes - 1] = kernel.columns[i];
-        float* place = nullptr;
-        RETURN_IF_FAILED(ort::make_output(kernel.api, context, i, y, &place));
-        product->outputs[i] = {place, static_cast<const float*>(inputs.residual.data), kernel.columns[i], panel};
+        float* values = nullptr;
+        RETURN_IF_FAILED(ort::make_output(kernel.api, context, i, y, &values));
+        product->outputs[i] = {values, static_cast<const float*>(inputs.residual.data), kernel.columns[i], panel};
         panel += specrun::panels_of(kernel.columns[i]);
     }
     product->num_outputs = static_cast<int>(kernel.num_outputs);

@@ -54,7 +54,7 @@ inline Float load_int8(const int8_t* numbers) {
     using Result = Float;
     EACH(static_cast<float>(numbers[i]));
 }
-inline void store(float* place, const Float& values) { std::memcpy(place, &values, sizeof values); }
+inline void store(float* target, const Float& values) { std::memcpy(target, &values, sizeof values); }
 inline Int low_nibbles(const Int& packed) {
     using Result = Int;
     EACH(packed.lanes[i] & 0x0f0f0f0f);

@@ -43,14 +43,14 @@ TARGET void round_row(const Product& product, int64_t row) {
 
 // The scales or minima of a block of a panel, from column ``lane`` on.
 OPERATION Float load_values(const BlockValues& all, int64_t panel, int64_t block, int lane) {
-    const int64_t place = all.place(panel, block) + lane;
+    const int64_t index = all.value_index(panel, block) + lane;
     switch (all.stored) {
-        case Stored::kFloat32: return load(static_cast<const float*>(all.values) + place);
-        case Stored::kBfloat16: return load_bfloat16(static_cast<const uint16_t*>(all.values) + place);
-        case Stored::kFloat16: return load_float16(static_cast<const uint16_t*>(all.values) + place);
+        case Stored::kFloat32: return load(static_cast<const float*>(all.values) + index);
+        case Stored::kBfloat16: return load_bfloat16(static_cast<const uint16_t*>(all.values) + index);
+        case Stored::kFloat16: return load_float16(static_cast<const uint16_t*>(all.values) + index);
         case Stored::kCodes: break;
     }
-    const Float codes = load_int8(static_cast<const int8_t*>(all.values) + place);
+    const Float codes = load_int8(static_cast<const int8_t*>(all.values) + index);
     return times(codes, load(all.unit(panel, block) + lane));
 }
 
@@ -91,9 +91,9 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t panel,
             if (line + kLinesAhead / kPanels == lines) ahead += (kPanels - 1) * lines * kLineBytes;
             UNROLL for (int s = 0; s < kPanels; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
                 const int v = s * kParts + p;
-                const uint8_t* place = codes[s] + line * kLineBytes + p * kPartBytes;
-                if (prefetches && p == 0) __builtin_prefetch(place + ahead, 0, kSecondCache);
-                const Int packed = load(place);
+                const uint8_t* values = codes[s] + line * kLineBytes + p * kPartBytes;
+                if (prefetches && p == 0) __builtin_prefetch(values + ahead, 0, kSecondCache);
+                const Int packed = load(values);
                 if constexpr (kBits == 4) {
                     const Int low = low_nibbles(packed), high = high_nibbles(packed);
                     UNROLL for (int r = 0; r < kRows; ++r) {
@@ -115,13 +115,13 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t panel,
             const int v = s * kParts + p;
             const Float scale = load_values(weight.scales, panel + s, block, p * kLanes);
             UNROLL for (int r = 0; r < kRows; ++r) {
-                const int64_t place = (row + r) * blocks + block;
+                const int64_t index = (row + r) * blocks + block;
                 Float sum = to_float(sums[r][v]);
                 if (weight.zeros) {
                     const Float zero_points = load_int8(zeros[s] + block * kColumns + p * kLanes);
-                    sum = multiply_add(zero_points, spread(static_cast<float>(-rounded.sums[place])), sum);
+                    sum = multiply_add(zero_points, spread(static_cast<float>(-rounded.sums[index])), sum);
                 }
-                totals[r][v] = multiply_add(sum, times(scale, spread(rounded.scales[place])), totals[r][v]);
+                totals[r][v] = multiply_add(sum, times(scale, spread(rounded.scales[index])), totals[r][v]);
             }
             if (!weight.minima.values) continue;
             const Float minimum = load_values(weight.minima, panel + s, block, p * kLanes);
@@ -147,14 +147,14 @@ OPERATION void add_up_floats(const Product& product, int64_t row, int64_t panel,
         if (i + kLinesAhead / kPanels == inputs) ahead += (kPanels - 1) * inputs * kColumns;
         Float numbers[kVectors<kPanels>];
         UNROLL for (int s = 0; s < kPanels; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
-            const float* place = lines + (s * inputs + i) * kColumns + p * kLanes;
-            if (prefetches && p == 0) __builtin_prefetch(place + ahead, 0, kSecondCache);
-            numbers[s * kParts + p] = load(place);
+            const float* values = lines + (s * inputs + i) * kColumns + p * kLanes;
+            if (prefetches && p == 0) __builtin_prefetch(values + ahead, 0, kSecondCache);
+            numbers[s * kParts + p] = load(values);
         }
         UNROLL for (int r = 0; r < kRows; ++r) {
-            const Float one = spread(x[r][i]);
+            const Float factor = spread(x[r][i]);
             UNROLL for (int v = 0; v < kVectors<kPanels>; ++v) {
-                totals[r][v] = multiply_add(numbers[v], one, totals[r][v]);
+                totals[r][v] = multiply_add(numbers[v], factor, totals[r][v]);
             }
         }
     }
@@ -167,11 +167,11 @@ OPERATION void write_out(const Product& product, int64_t row, int64_t panel,
     const Output& output = output_of(product, panel);
     const int64_t first = (panel - output.first_panel) * kColumns;
     const int64_t columns = std::min(kColumns, output.columns - first);
-    const int64_t place = product.places[row] * output.columns + first;
+    const int64_t index = product.places[row] * output.columns + first;
     const bool is_full = columns == kColumns;
     float last[kColumns], last_residual[kColumns];
-    float* y = is_full ? output.y + place : last;
-    const float* residual = output.residual ? output.residual + place : nullptr;
+    float* y = is_full ? output.y + index : last;
+    const float* residual = output.residual ? output.residual + index : nullptr;
     if (residual && !is_full) {
         std::memcpy(last_residual, residual, bytes_of(columns));
         residual = last_residual;
@@ -181,7 +181,7 @@ OPERATION void write_out(const Product& product, int64_t row, int64_t panel,
         if (residual) total = multiply_add(total, spread(1.0f), load(residual + p * kLanes));
         store(y + p * kLanes, total);
     }
-    if (!is_full) std::memcpy(output.y + place, last, bytes_of(columns));
+    if (!is_full) std::memcpy(output.y + index, last, bytes_of(columns));
 }
 
 template <int kBits, int kRows, int kPanels>

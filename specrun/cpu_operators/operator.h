@@ -69,10 +69,10 @@ Status* read_all(const void* const* api, const KernelContext* context, const Typ
 template <typename Number>
 Status* make_output(const void* const* api, KernelContext* context, size_t index, const Tensor& like, Number** data) {
     Value* value = nullptr;
-    void* place = nullptr;
+    void* address = nullptr;
     RETURN_IF_FAILED(output(api, context, index, like.shape, like.axes, &value));
-    RETURN_IF_FAILED(tensor_data(api, value, &place));
-    *data = static_cast<Number*>(place);
+    RETURN_IF_FAILED(tensor_data(api, value, &address));
+    *data = static_cast<Number*>(address);
     return nullptr;
 }
 
@@ -97,9 +97,9 @@ struct Pool {
 
     specrun::Threads threads() {
         return {[](void* pool, void (*work)(void*, size_t), size_t count, void* item) {
-                    const Pool& own = *static_cast<const Pool*>(pool);
-                    Status* status = parallel_for(own.api, own.context, work, count, 0, item);
-                    if (status) release_status(own.api, status);
+                    const Pool& threads = *static_cast<const Pool*>(pool);
+                    Status* status = parallel_for(threads.api, threads.context, work, count, 0, item);
+                    if (status) release_status(threads.api, status);
                     return !status;
                 },
                 this};

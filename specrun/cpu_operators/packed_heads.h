@@ -30,22 +30,22 @@ INLINE FloatPart butterfly(const FloatPart& x, int apart) {
 TARGET inline void mix_numbers(float* x, int64_t width) {
     const int64_t span = span_of(width);
     const float factor = 1.0f / std::sqrt(static_cast<float>(span));
-    for (int64_t place = 0; place < width; place += kPart) {
+    for (int64_t index = 0; index < width; index += kPart) {
         FloatPart part;
-        std::memcpy(&part, x + place, sizeof part);
+        std::memcpy(&part, x + index, sizeof part);
         part *= factor;
         UNROLL for (int apart = 1; apart < kPart; apart *= 2) part = butterfly(part, apart);
-        std::memcpy(x + place, &part, sizeof part);
+        std::memcpy(x + index, &part, sizeof part);
     }
     for (int64_t apart = kPart; apart < span; apart *= 2) {
-        for (int64_t place = 0; place < width; place += kPart) {
-            if (place & apart) continue;
+        for (int64_t index = 0; index < width; index += kPart) {
+            if (index & apart) continue;
             FloatPart a, b;
-            std::memcpy(&a, x + place, sizeof a);
-            std::memcpy(&b, x + place + apart, sizeof b);
+            std::memcpy(&a, x + index, sizeof a);
+            std::memcpy(&b, x + index + apart, sizeof b);
             const FloatPart sum = a + b, difference = a - b;
-            std::memcpy(x + place, &sum, sizeof sum);
-            std::memcpy(x + place + apart, &difference, sizeof difference);
+            std::memcpy(x + index, &sum, sizeof sum);
+            std::memcpy(x + index + apart, &difference, sizeof difference);
         }
     }
 }
@@ -84,9 +84,9 @@ TARGET void pack_head(float* x, int64_t width, uint8_t* y) {
     }
 }
 
-INLINE CodePart load_codes(const uint8_t* place) {
+INLINE CodePart load_codes(const uint8_t* bytes) {
     CodePart codes;
-    std::memcpy(&codes, place, sizeof codes);
+    std::memcpy(&codes, bytes, sizeof codes);
     return codes;
 }
 
@@ -108,14 +108,14 @@ TARGET void unpack_heads(const uint8_t* heads, int64_t count, int64_t width, flo
             uint16_t stored;
             std::memcpy(&stored, heads + code_bytes + block * 2, sizeof stored);
             const float scale = from_bfloat16(stored);
-            const uint8_t* place = heads + block * kBlock * kBits / 8;
+            const uint8_t* codes = heads + block * kBlock * kBits / 8;
             if constexpr (kBits == 8) {
                 UNROLL for (int i = 0; i < kBlock; i += kPart) {
-                    store_codes(y + i, load_codes(place + i), scale);
+                    store_codes(y + i, load_codes(codes + i), scale);
                 }
             } else {
                 UNROLL for (int i = 0; i < kHalf; i += kPart) {
-                    const CodePart packed = load_codes(place + i);
+                    const CodePart packed = load_codes(codes + i);
                     store_codes(y + i, (packed & 15) - 8, scale);
                     store_codes(y + i + kHalf, (packed >> 4 & 15) - 8, scale);
                 }
@@ -144,9 +144,9 @@ struct OddHeads {
     int64_t numbers() const { return own_width; }
     const float* floats(int64_t begin, int64_t end, float* memory) const {
         for (int64_t head = begin; head < end; ++head) {
-            float* place = memory + (head - begin) * width;
-            std::memcpy(place, heads + head * own_width, static_cast<size_t>(own_width) * sizeof(float));
-            std::fill(place + own_width, place + width, 0.0f);
+            float* values = memory + (head - begin) * width;
+            std::memcpy(values, heads + head * own_width, static_cast<size_t>(own_width) * sizeof(float));
+            std::fill(values + own_width, values + width, 0.0f);
         }
         return memory;
     }

@@ -21,10 +21,10 @@ INLINE void read_columns(const RecurrentAttention& all, const Token& token, cons
     if (all.beta) {
         Float seen[kVectors] = {};
         for (int64_t i = 0; i < all.key_width; ++i) {
-            float* place = columns + i * all.value_width;
+            float* column = columns + i * all.value_width;
             UNROLL for (int n = 0; n < kVectors; ++n) {
                 Float old;
-                load(old, place + n * kLanes);
+                load(old, column + n * kLanes);
                 seen[n] += old * factors[i * step] * token.k[i];
             }
         }
@@ -32,13 +32,13 @@ INLINE void read_columns(const RecurrentAttention& all, const Token& token, cons
     }
     UNROLL for (int n = 0; n < kVectors; ++n) sums[n] = Float{};
     for (int64_t i = 0; i < all.key_width; ++i) {
-        float* place = columns + i * all.value_width;
+        float* column = columns + i * all.value_width;
         const float query = token.q ? token.q[i] * all.scale : 0.0f;
         UNROLL for (int n = 0; n < kVectors; ++n) {
             Float now;
-            load(now, place + n * kLanes);
+            load(now, column + n * kLanes);
             now = now * factors[i * step] + added[n] * token.k[i];
-            store(place + n * kLanes, now);
+            store(column + n * kLanes, now);
             sums[n] += now * query;
         }
     }
@@ -97,10 +97,10 @@ TARGET void attend_head(void* item, size_t number) {
     memory.resize(static_cast<size_t>(size + all.decay_width));
     float *kept = all.states + static_cast<int64_t>(number) * size, *state = kept;
     const auto new_token = [&](int64_t position) {
-        const int64_t place = (row * progress.tokens + position - write) * all.heads + head;
-        return Token{all.q + place * all.key_width,      all.k + place * all.key_width,
-                     all.v + place * all.value_width,    all.decay + place * all.decay_width,
-                     all.beta ? all.beta[place] : 0.0f, all.y + place * all.value_width};
+        const int64_t index = (row * progress.tokens + position - write) * all.heads + head;
+        return Token{all.q + index * all.key_width,      all.k + index * all.key_width,
+                     all.v + index * all.value_width,    all.decay + index * all.decay_width,
+                     all.beta ? all.beta[index] : 0.0f, all.y + index * all.value_width};
     };
     for (int64_t position = first; position < write + progress.tokens; ++position) {
         if (position == keep) {  // What follows may be rejected.

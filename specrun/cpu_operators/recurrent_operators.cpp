@@ -46,13 +46,13 @@ Status* continue_past(const void* const* api, ort::KernelContext* context, size_
     return nullptr;
 }
 
-Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** made) {
+Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** created) {
     auto kernel = std::unique_ptr<Kernel>(new (std::nothrow) Kernel{});
     if (!kernel) return ort::create_status(api, ort::kRuntimeException, "recurrent operators: no memory");
     kernel->api = api;
     kernel->scale = 1.0f;
     ort::ignore_failure(api, ort::float_attribute(api, info, "scale", &kernel->scale));
-    *made = kernel.release();
+    *created = kernel.release();
     return nullptr;
 }
 

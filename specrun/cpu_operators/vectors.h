@@ -71,13 +71,13 @@ INLINE Float select(const Int& which, const Float& a, const Float& b) {
 
 // Part by part: what is copied as a whole stays in memory.
 template <typename Vector>
-INLINE void load(Vector& vector, const void* place) {
-    EACH std::memcpy(&vector.parts[i], static_cast<const char*>(place) + i * sizeof vector.parts[i],
+INLINE void load(Vector& vector, const void* numbers) {
+    EACH std::memcpy(&vector.parts[i], static_cast<const char*>(numbers) + i * sizeof vector.parts[i],
                      sizeof vector.parts[i]);
 }
 
-INLINE void store(float* place, const Float& vector) {
-    EACH std::memcpy(place + i * kPart, &vector.parts[i], sizeof vector.parts[i]);
+INLINE void store(float* numbers, const Float& vector) {
+    EACH std::memcpy(numbers + i * kPart, &vector.parts[i], sizeof vector.parts[i]);
 }
 
 // e to the power of x, x <= 0, within two units in the last place; at least e**-87. Cephes' polynomial.

@@ -16,27 +16,27 @@ struct WeightTensors {
 
 // False where types or sizes contradict each other. most: blocks that may have numbers of their own.
 inline bool read_values(const ort::Tensor& values, const ort::Tensor& units, int64_t panels, int64_t most,
-                        BlockValues* found) {
+                        BlockValues* result) {
     using ort::Type;
     const size_t each = static_cast<size_t>(panels * kColumns);
     switch (values.type) {
-        case Type::kFloat: found->stored = Stored::kFloat32; break;
-        case Type::kUint16: found->stored = Stored::kBfloat16; break;
-        case Type::kFloat16: found->stored = Stored::kFloat16; break;
-        case Type::kInt8: found->stored = Stored::kCodes; break;
+        case Type::kFloat: result->stored = Stored::kFloat32; break;
+        case Type::kUint16: result->stored = Stored::kBfloat16; break;
+        case Type::kFloat16: result->stored = Stored::kFloat16; break;
+        case Type::kInt8: result->stored = Stored::kCodes; break;
         default: return false;
     }
     const int64_t blocks = values.elements == each ? 1 : most;
     if (values.elements != each * static_cast<size_t>(blocks)) return false;
-    found->values = values.data;
-    found->panel_values = blocks * kColumns, found->block_values = blocks == 1 ? 0 : kColumns;
-    if ((found->stored == Stored::kCodes) != (units.data != nullptr)) return false;
+    result->values = values.data;
+    result->panel_values = blocks * kColumns, result->block_values = blocks == 1 ? 0 : kColumns;
+    if ((result->stored == Stored::kCodes) != (units.data != nullptr)) return false;
     if (!units.data) return true;
     const int64_t num_units = static_cast<int64_t>(units.elements / each);
     if (units.type != Type::kFloat || num_units == 0 || units.elements % each != 0) return false;
-    while ((blocks - 1) >> found->unit_shift >= num_units) ++found->unit_shift;
-    found->units = static_cast<const float*>(units.data), found->panel_units = num_units * kColumns;
-    return (blocks - 1) >> found->unit_shift == num_units - 1;
+    while ((blocks - 1) >> result->unit_shift >= num_units) ++result->unit_shift;
+    result->units = static_cast<const float*>(units.data), result->panel_units = num_units * kColumns;
+    return (blocks - 1) >> result->unit_shift == num_units - 1;
 }
 
 // Set what tensors say of a weight whose sizes are set. False where types or sizes contradict each other.

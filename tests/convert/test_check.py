@@ -15,7 +15,10 @@ from specbuild.cli import main
 from specbuild.files import require_space
 from specrun import SpeculativeDecoder
 from specrun.command_line import human_bytes
+from tests.helpers.command_errors import error_line, says
 from tests.helpers.families import SIZES, save_checkpoint
+from tests.helpers.hub import facts as facts_of
+from tests.helpers.multimodal import mistral3, save
 
 
 def run(*arguments: object) -> Result:
@@ -75,13 +78,19 @@ def test_a_family_is_not_refused_where_the_configuration_decides(hf: Path, tmp_p
         said = run("check", tmp_path / kinds[0])
         assert said.exit_code == 0, said.stderr
         assert "granitemoehybrid" in said.stdout and (" a text" in said.stdout) == keeps
-        dry = run("convert", "--dry_run", "--model_dir", tmp_path / kinds[0], "--output_dir", tmp_path / "onnx")
-        assert dry.exit_code == 0, dry.stderr
     path = tmp_path / "attention" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"layer_types": ["indexed_attention", "attention"]}))
     said = run("check", tmp_path / "attention")
     assert said.exit_code == 1
     assert said.stderr.count("cannot be converted") == 1
+
+
+def test_check_takes_the_text_model(tmp_path: Path) -> None:
+    directory = save(tmp_path / "hf", mistral3)
+    says(error_line(run("check", directory)), "--text_model converts the language model inside")
+    said = run("check", directory, "--text_model")
+    assert said.exit_code == 0, said.stderr
+    assert facts_of(said.stdout)["model"].startswith("mistral, ")
 
 
 def test_memory_is_named_beside_disk(hf: Path) -> None:
