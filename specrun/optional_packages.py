@@ -16,6 +16,7 @@ _EXTRAS = {
     "tensorrt_rtx": "rtx",
     "onnxruntime_ep_nv_tensorrt_rtx": "rtx-plugins",
     "cuda": "gpu",
+    **dict.fromkeys(("ray", "pyarrow"), "ray"),
 }
 
 

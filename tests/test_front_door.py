@@ -217,7 +217,7 @@ def test_the_distribution_and_what_its_extras_bring() -> None:
             found.add(name.replace("-", "_"))
         return found
 
-    assert set(extras) == {"run", "build", "rtx", "rtx-plugins", "gpu", "dev", "docs"}
+    assert set(extras) == {"run", "build", "rtx", "rtx-plugins", "gpu", "ray", "dev", "docs"}
     assert brings("run") == {"onnxruntime"}
     assert brings("rtx") >= brings("run") | brings("build") | {"cuda_python"}
     assert brings("gpu") >= brings("build") | {"cuda_python", "onnxruntime_gpu"}

@@ -118,8 +118,16 @@ def read_question(line: bytes, number: int, defaults: Defaults) -> Question:
         if any(name in content for name in _OPENAI):
             form = _OpenAIForm(position, content, defaults.model)
             return Question(form, _openai_request(content, defaults))
-        if "id" in content:
-            form = _OwnForm(position, {"id": content.pop("id")})
+    except RequestError as error:
+        return Question(form, error)
+    return own_question(content, position, defaults)
+
+
+def own_question(content: Mapping[str, Any], position: Place, defaults: Defaults) -> Question:
+    """The question in the fields of a line of our own form."""
+    head = {"id": content["id"]} if "id" in content else {}
+    form = _OwnForm(position, head)
+    try:
         return Question(form, _own_request(content, defaults))
     except RequestError as error:
         return Question(form, error)
@@ -161,7 +169,7 @@ def is_failure(answer: Mapping[str, Any]) -> bool:
 
 def _own_request(content: Mapping[str, Any], defaults: Defaults) -> ParsedRequest:
     """``prompt`` or ``messages``, and options by their names in Python or OpenAI's. Raises RequestError."""
-    given = {name: value for name, value in content.items() if value is not None}
+    given = {name: value for name, value in content.items() if value is not None and name != "id"}
     arguments.require_names(given, [*_SAMPLING, *_OPTIONS, *_OTHER_NAMES, "prompt", "messages", "n", "id"])
     prompts = [given.pop(name) for name in ("prompt", "messages") if name in given]
     if len(prompts) != 1:
