@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 
-from specrun import __version__, arguments
+from specrun import __version__
 from specrun.errors import SpecError
 from specrun.openai.body import read_either
 from specrun.openai.fields import Fields, as_object
@@ -26,12 +26,14 @@ from specrun.openai.prompts import are_ids
 from specrun.openai.shapes import ChatShape, CompletionShape
 from specrun.serve import response_routes
 from specrun.serve.connection import IS_SPARE
+from specrun.serve.departure import ClientLeftError
 from specrun.serve.errors import RETRY_SECONDS, ApiError, as_api_error, without_paths
 from specrun.serve.hosts import require_allowed
 from specrun.serve.keys import ApiKey, find_key
 from specrun.serve.log import log, shown, write
 from specrun.serve.metrics import CONTENT_TYPE
-from specrun.serve.respond import ClientLeftError, respond
+from specrun.serve.model import Model
+from specrun.serve.respond import respond
 from specrun.serve.service import Service
 
 OPEN_PATHS = ("/health", "/ready")
@@ -93,6 +95,7 @@ class _AccessMiddleware:
         state = scope["state"] = {
             "id": headers.get(b"x-request-id", "")[:64] or uuid.uuid4().hex,
             "key": None,
+            "model": None,
             "log": {},
         }
         began, status, is_spare = time.perf_counter(), 0, IS_SPARE in given
@@ -118,6 +121,8 @@ class _AccessMiddleware:
                 return
             await self._app(scope, receive, send_with_id)
         finally:
+            if state["model"]:
+                self._service.models.release(state["model"])
             _log_request(scope, state, status, time.perf_counter() - began)
 
     def _admit(self, headers: Mapping[bytes, str]) -> ApiKey | None:
@@ -157,81 +162,64 @@ def _log_request(scope: Scope, state: dict[str, Any], status: int, seconds: floa
 
 
 async def _completions(service: Service, request: Request) -> Response:
-    return await respond(service, CompletionShape(), request)
+    return await respond(service, lambda _: CompletionShape(), request)
 
 
 async def _chat(service: Service, request: Request) -> Response:
-    return await respond(service, ChatShape(), request)
+    return await respond(service, lambda _: ChatShape(), request)
 
 
 async def _messages(service: Service, request: Request) -> Response:
-    return await respond(service, MessageShape(), request)
+    return await respond(service, lambda _: MessageShape(), request)
 
 
 async def _count_tokens(service: Service, request: Request) -> Response:
     """The tokens of a message's prompt."""
 
-    def read(sent: Any) -> list[int]:
+    def read(model: Model, sent: Any) -> list[int]:
         fields = Fields(as_object("body", sent))
-        body = MessageShape().read_prompt(fields, {}, service.defaults, service.max_input_len)
-        service.require_model(body.model)
-        return service.decoder.token_ids(body.prompts[0], body.options)
+        return model.prompt_ids(MessageShape().read_prompt(fields, {}, model.defaults, model.max_input_len))
 
-    ids = await service.bodies.read(request, read, service.max_input_len)
-    return JSONResponse({"input_tokens": len(ids)})
+    return JSONResponse({"input_tokens": len(await service.read(request, read))})
 
 
 async def _models(service: Service, request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_describe(service)]})
+    return JSONResponse({"object": "list", "data": service.models.descriptions()})
 
 
 async def _model(service: Service, request: Request) -> Response:
-    service.require_model(request.path_params["model"])
-    return JSONResponse(_describe(service))
-
-
-def _describe(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.model,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "specrun",
-        "max_model_len": service.max_seq_len,
-    }
+    return JSONResponse(service.models.description(request.path_params["model"]))
 
 
 async def _tokenize(service: Service, request: Request) -> Response:
     """vLLM's: a ``prompt`` or ``messages`` to token ids."""
 
-    def read(body: Any) -> list[int]:
-        parsed = read_either(body, max_prompt_len=service.max_input_len)
-        service.require_model(parsed.model)
+    def read(model: Model, body: Any) -> dict[str, Any]:
+        parsed = read_either(body, max_prompt_len=model.max_input_len)
         if len(parsed.prompts) != 1:
             raise ApiError(400, "prompt: expected one text", "prompt")
-        return service.decoder.token_ids(parsed.prompts[0], parsed.options)
+        ids = model.prompt_ids(parsed)
+        return {"tokens": ids, "count": len(ids), "max_model_len": model.max_seq_len}
 
-    ids = await service.bodies.read(request, read, service.max_input_len)
-    return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.max_seq_len})
+    return JSONResponse(await service.read(request, read))
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
     """vLLM's: ``tokens`` to their text."""
 
-    def read(body: Any) -> str:
-        fields = Fields(as_object("body", body))
-        service.require_model(fields.take("model", arguments.text))
-        ids, vocab = fields.left.get("tokens"), service.decoder.target.graph.vocab_size
-        if isinstance(ids, list) and len(ids) > service.max_seq_len:
-            raise ApiError(400, f"tokens: {len(ids)} ids, expected at most {service.max_seq_len}", "tokens")
+    def read(model: Model, body: Any) -> str:
+        ids, vocab = as_object("body", body).get("tokens"), model.decoder.target.graph.vocab_size
+        if isinstance(ids, list) and len(ids) > model.max_seq_len:
+            raise ApiError(400, f"tokens: {len(ids)} ids, expected at most {model.max_seq_len}", "tokens")
         if not are_ids(ids) or any(token >= vocab for token in ids):
             raise ApiError(400, f"tokens: expected a list of ids from 0 to {vocab - 1}", "tokens")
-        return service.decoder.tokenizer.decode(ids, skip_special_tokens=False)
+        return model.decoder.tokenizer.decode(ids, skip_special_tokens=False)
 
-    return JSONResponse({"prompt": await service.bodies.read(request, read, service.max_input_len)})
+    return JSONResponse({"prompt": await service.read(request, read)})
 
 
 async def _health(service: Service, request: Request) -> Response:
-    if problem := service.engine.problem():
+    if problem := service.models.problem():
         return JSONResponse({"status": "unhealthy", "reason": without_paths(problem)}, 503)
     return JSONResponse({"status": "ok"})
 
@@ -239,14 +227,14 @@ async def _health(service: Service, request: Request) -> Response:
 async def _ready(service: Service, request: Request) -> Response:
     """Whether a request would be taken now."""
     try:
-        service.engine.require_room(1)
+        service.models.require_room()
     except SpecError as error:
         return JSONResponse({"status": "not ready", "reason": without_paths(str(error))}, 503)
     return await _health(service, request)
 
 
 async def _metrics(service: Service, request: Request) -> Response:
-    return Response(service.metrics.page(service.engine), media_type=CONTENT_TYPE)
+    return Response(service.models.metrics(), media_type=CONTENT_TYPE)
 
 
 async def _version(service: Service, request: Request) -> Response:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -14,65 +13,48 @@ from types import FrameType
 import uvicorn
 from typing_extensions import override
 
-from specrun.decoder import SpeculativeDecoder
-from specrun.sampling.sampler import SamplingParams
 from specrun.serve.app import make_app
 from specrun.serve.connection import ACCEPTED_AT_ONCE, Connection, ConnectionLimiter, connection_limit
-from specrun.serve.engine import EngineThread, RequestUpdate
 from specrun.serve.keys import ApiKey
 from specrun.serve.limits import KEEP_ALIVE_SECONDS, MAX_STORED_RESPONSES, WRITE_SECONDS
 from specrun.serve.listening import BACKLOG, ListenOptions
-from specrun.serve.metrics import Metrics
+from specrun.serve.model import LoadedModel, ModelSpec
+from specrun.serve.models import Models
 from specrun.serve.response_store import ResponseStore
 from specrun.serve.service import Service
 
 
 async def serve(
-    decoder: SpeculativeDecoder,
+    specs: Sequence[ModelSpec],
     listener: socket.socket,
     *,
     listening: ListenOptions,
-    model: str,
     keys: Sequence[ApiKey],
     allowed_hosts: Collection[str] | None,
-    max_queue: int,
-    timeout: float | None,
     drain_seconds: float,
     metrics_prefix: str,
     log_prompts: bool,
-    defaults: SamplingParams,
+    loaded: Mapping[str, LoadedModel] | None = None,
+    max_loaded: int = 1,
     write_seconds: float = WRITE_SECONDS,
     max_connections_by_address: int | None = None,
     max_stored_responses: int = MAX_STORED_RESPONSES,
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP; then answer what was taken, for at most ``drain_seconds``, and return.
 
-    listener: a socket of ``listening``. allowed_hosts: see ``specrun.serve.hosts``; None allows all. write_seconds,
+    listener: a socket of ``listening``. allowed_hosts: see ``specrun.serve.hosts``; None allows all. loaded: models
+    that are loaded already, by name. max_loaded: see ``specrun.serve.models``. write_seconds,
     max_connections_by_address: see ``specrun.serve.connection``. max_stored_responses: see
     ``specrun.serve.response_store``; 0 stores none.
-    The decoder is closed at the end.
+    All models are closed at the end.
     """
-    loop = asyncio.get_running_loop()
-
-    def deliver_all(updates: Sequence[RequestUpdate]) -> None:
-        for one in updates:
-            one.deliver()
-
-    def deliver(updates: Sequence[RequestUpdate]) -> None:
-        loop.call_soon_threadsafe(deliver_all, updates)
-
-    engine = EngineThread(decoder, deliver, max_queue)
+    models = Models(specs, metrics_prefix, max_loaded, loaded)
     service = Service(
-        decoder,
-        engine,
-        Metrics(metrics_prefix, model),
-        model,
+        models,
         keys=keys,
         allowed_hosts=allowed_hosts,
         listening=listening,
-        timeout=timeout,
         log_prompts=log_prompts,
-        defaults=defaults,
         responses=ResponseStore(max_stored_responses),
     )
     limiter = ConnectionLimiter(connection_limit(), max_connections_by_address)
@@ -91,19 +73,28 @@ async def serve(
         ssl_certfile=listening.ssl_certfile,
         ssl_keyfile=listening.ssl_keyfile,
     )
-    server = _Server(config)
-    engine.start()
+    server = _Server(config, models)
     try:
         await server.serve([listener])
     finally:
         await service.bodies.close()
-        await asyncio.to_thread(engine.stop, 0.0)
+        await models.stop()
         if listening.uds:
             listening.uds.unlink(missing_ok=True)
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server, but a signal that ended it in good order is not raised again."""
+
+    def __init__(self, config: uvicorn.Config, models: Models) -> None:
+        super().__init__(config)
+        self._models = models
+
+    @override
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers end. Those whose models would have to be loaded first are refused."""
+        self._models.refuse()
+        await super().shutdown(sockets)
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

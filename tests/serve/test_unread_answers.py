@@ -230,7 +230,7 @@ def test_errors_name_no_folders_of_the_server(
         assert chat.json()["error"]["message"].startswith("target: the chat template failed")
         monkeypatch.setattr(type(server.decoder.scheduler.round), "problem", lambda _: f"{engines}/target: lost")
         health = server.get("/health")
-        assert health.status_code == 503 and health.json()["reason"] == "target: lost"
+        assert health.status_code == 503 and health.json()["reason"] == "model 'target': target: lost"
 
         def broken(*_arguments: object) -> None:
             raise OSError(f"{engines}/target/model.onnx")
