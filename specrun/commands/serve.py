@@ -6,7 +6,7 @@ import asyncio
 import gc
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,9 @@ from specrun.commands.served_models import one_model, read_models, spec_of
 from specrun.field_options import field_options, packed
 from specrun.serve.limits import MAX_STORED_RESPONSES, WRITE_SECONDS
 from specrun.serve.listening import ListenOptions
+
+if TYPE_CHECKING:
+    from specrun.serve.server import Reloaded
 
 
 @click.command(params=[*one_model.params])
@@ -100,7 +103,7 @@ def serve(
 
     It answers OpenAI's /v1/completions, /v1/chat/completions, /v1/responses and /v1/models, Anthropic's /v1/messages,
     and /tokenize, /detokenize, /health, /ready, /metrics and /version. The log on standard error has a line of JSON
-    for every request. SIGTERM, SIGHUP and Ctrl-C let answers end.
+    for every request. SIGTERM and Ctrl-C let answers end. SIGHUP reads --models and --api_key_file again.
     """
     from specrun.serve.hosts import read_hosts
     from specrun.serve.keys import read_keys
@@ -123,6 +126,10 @@ def serve(
         click.echo(
             f"WARNING: everybody who reaches {listening.host} may use this server; give --api_key_file", err=True
         )
+
+    def reload() -> Reloaded:
+        return (read_models(models_file, context) if models_file else specs), read_keys(api_key_file)
+
     loaded = {}
     if models_file is None:
         loaded = {one.name: one.load(lambda _stop: None) for one in specs}
@@ -140,6 +147,7 @@ def serve(
             loaded=loaded,
             max_loaded=max_loaded,
             keys=keys,
+            reload=reload,
             allowed_hosts=hosts,
             drain_seconds=drain_seconds,
             metrics_prefix=metrics_prefix,

@@ -155,6 +155,24 @@ def test_a_failed_load_leaves_its_room_to_the_next(loads: dict[str, Loading]) ->
     run(check, loads)
 
 
+def test_who_waits_for_a_model_that_is_taken_off_gets_it(loads: dict[str, Loading]) -> None:
+    async def check(models: Models) -> None:
+        loads["draft"].may.clear()
+        waiting = models.ask("draft")
+        models.replace([loads["target"].spec()])
+        loads["draft"].may.set()
+        model = await waiting
+        assert model.name == "draft" and loaded(models) == {"draft"}
+        with pytest.raises(ApiError, match="'target'"):
+            models.ask("draft")
+        other = models.ask("target")
+        models.release(model)
+        assert (await other).name == "target" and loaded(models) == {"target"}
+        models.release(await other)
+
+    run(check, loads)
+
+
 def test_a_server_that_stops_loads_nothing_more(loads: dict[str, Loading]) -> None:
     """Who has a model keeps it, and builds are stopped: ``started`` was told how."""
 
