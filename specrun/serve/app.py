@@ -33,6 +33,7 @@ from specrun.serve.keys import ApiKey, find_key
 from specrun.serve.log import log, shown, write
 from specrun.serve.metrics import CONTENT_TYPE
 from specrun.serve.model import Model
+from specrun.serve.rate_limits import HEADERS
 from specrun.serve.respond import respond
 from specrun.serve.service import Service
 
@@ -74,7 +75,7 @@ def make_app(service: Service) -> ASGIApp:
         return access
     # Before keys are looked at: browsers ask without one what they may send.
     methods = ("GET", "POST", "DELETE")
-    return CORSMiddleware(access, origins, methods, allow_headers=["*"], expose_headers=["x-request-id"])
+    return CORSMiddleware(access, origins, methods, allow_headers=["*"], expose_headers=["x-request-id", *HEADERS])
 
 
 class _AccessMiddleware:
@@ -104,7 +105,8 @@ class _AccessMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = [(b"x-request-id", str(state["id"]).encode("latin-1"))]
+                told = {"x-request-id": str(state["id"]), **self._service.rates.headers(state["key"])}
+                own = [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
                 message["headers"] = [*message["headers"], *own, *([CLOSE_HEADER] if is_spare else ())]
             await send(message)
 

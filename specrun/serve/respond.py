@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from anyio import to_thread
@@ -39,8 +40,11 @@ async def respond(service: Service, make_shape: Callable[[Model], Shape], reques
         body = shape.read(sent, model.defaults, model.max_input_len)
         if body.ignored:
             write("ignored", {"id": request.state.id, "fields": [*map(shown, body.ignored[:MAX_LOGGED_FIELDS])]})
-        return _Exchange(model, shape, body, model.answers(body, request.state.key))
+        return _Exchange(model, shape, body, model.answers(body, key), spend_tokens)
 
+    key = request.state.key
+    service.rates.admit(key)
+    spend_tokens = partial(service.rates.spend_tokens, key)
     exchange = await service.read(request, read)
     request.state.log = exchange.log_fields(service.log_prompts)
     if exchange.is_streamed:
@@ -54,7 +58,16 @@ async def respond(service: Service, make_shape: Callable[[Model], Shape], reques
 class _Exchange:
     """One body and its answer."""
 
-    def __init__(self, model: Model, shape: Shape, body: OpenAIBody, answers: Sequence[Answer]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        shape: Shape,
+        body: OpenAIBody,
+        answers: Sequence[Answer],
+        spend_tokens: Callable[[int], None],
+    ) -> None:
+        """spend_tokens: counts tokens of the prompts and the answers."""
+        self._spend_tokens = spend_tokens
         self._model, self._shape, self._body, self._answers = model, shape, body, answers
         self._head = Head(uuid.uuid4().hex, int(time.time()), model.name)
 
@@ -66,7 +79,8 @@ class _Exchange:
     def generation(self) -> Generation:
         """A new generation of the answers."""
         requests = requests_of(self._answers)
-        return Generation(self._model.engine, self._model.metrics, requests, is_bounded=self._body.stream)
+        model, spend = self._model, self._spend_tokens
+        return Generation(model.engine, model.metrics, requests, spend, self._body.n, is_bounded=self._body.stream)
 
     async def whole(self) -> Response:
         """The answer in one piece. Raises ApiError where a request failed."""

@@ -15,6 +15,7 @@ from specrun.serve.limits import MAX_STORED_RESPONSES
 from specrun.serve.listening import ListenOptions
 from specrun.serve.model import Model
 from specrun.serve.models import Models
+from specrun.serve.rate_limits import RateLimits
 from specrun.serve.response_store import ResponseStore
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ class Service:
     listening: ListenOptions = field(default_factory=ListenOptions)
     log_prompts: bool = False
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(MAX_STORED_RESPONSES))
+    rates: RateLimits = field(default_factory=RateLimits)
     bodies: BodyReader = field(default_factory=BodyReader)
 
     async def read(self, request: Request, use: Callable[[Model, Any], T]) -> T:
