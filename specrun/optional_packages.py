@@ -15,6 +15,7 @@ _EXTRAS = {
     "tensorrt": "gpu",
     "tensorrt_rtx": "rtx",
     "cuda": "gpu",
+    "opentelemetry": "otel",
 }
 
 

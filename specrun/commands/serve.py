@@ -83,6 +83,11 @@ if TYPE_CHECKING:
     callback=lambda _context, _option, value: _metric_prefix(value),
     help="Prefix of the names in /metrics.",
 )
+@click.option(
+    "--otlp_traces_endpoint",
+    metavar="URL",
+    help="Send traces of requests to this OpenTelemetry collector, as http://127.0.0.1:4318/v1/traces.",
+)
 @click.option("--log_prompts", is_flag=True, help="Write prompts to the log.")
 def serve(
     models_file: Path | None,
@@ -96,6 +101,7 @@ def serve(
     max_connections_per_address: int | None,
     max_stored_responses: int,
     metrics_prefix: str,
+    otlp_traces_endpoint: str | None,
     log_prompts: bool,
     **_model: Any,
 ) -> None:
@@ -109,6 +115,7 @@ def serve(
     from specrun.serve.keys import read_keys
     from specrun.serve.log import set_up
     from specrun.serve.server import serve as run
+    from specrun.serve.tracing import Tracing
 
     context = click.get_current_context()
     keys = read_keys(api_key_file)
@@ -121,6 +128,7 @@ def serve(
         raise click.UsageError(f"{flag} cannot be combined with --models; write it into the file")
     else:
         specs = read_models(models_file, context)
+    tracing = Tracing(otlp_traces_endpoint) if otlp_traces_endpoint else None
     listener = listening.listen()
     if not keys and not listening.is_local:
         click.echo(
@@ -156,6 +164,7 @@ def serve(
             max_connections_by_address=max_connections_per_address,
             max_stored_responses=max_stored_responses,
             listening=listening,
+            tracing=tracing,
         )
     )
 

@@ -97,9 +97,10 @@ class _AccessMiddleware:
             "id": headers.get(b"x-request-id", "")[:64] or uuid.uuid4().hex,
             "key": None,
             "model": None,
+            "traced": None,
             "log": {},
         }
-        began, status, is_spare = time.perf_counter(), 0, IS_SPARE in given
+        began, status, is_spare = time.time_ns(), 0, IS_SPARE in given
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -125,7 +126,19 @@ class _AccessMiddleware:
         finally:
             if state["model"]:
                 self._service.models.release(state["model"])
-            _log_request(scope, state, status, time.perf_counter() - began)
+            self._record(scope, headers, state, status, began)
+
+    def _record(
+        self, scope: Scope, headers: Mapping[bytes, str], state: dict[str, Any], status: int, began: int
+    ) -> None:
+        """Log and trace a request. Status 0: the client left before an answer."""
+        path, ended = scope["path"], time.time_ns()
+        if path in (*OPEN_PATHS, "/metrics") and status == 200:
+            return
+        _log_request(scope, state, status, (ended - began) / 1e9)
+        if self._service.tracing:
+            traced = state["traced"]
+            self._service.tracing.record(scope["method"], path, headers, began, ended, status, state["id"], traced)
 
     def _admit(self, headers: Mapping[bytes, str]) -> ApiKey | None:
         """The key of a request; None where none is needed. Raises ApiError for one that may not use the server."""
@@ -155,9 +168,6 @@ def _require_own_place(is_spare: bool) -> None:
 
 
 def _log_request(scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
-    """One line. Status 0: the client left before an answer."""
-    if scope["path"] in (*OPEN_PATHS, "/metrics") and status == 200:
-        return
     path = shown(scope["path"])
     line = {"id": state["id"], "method": shown(scope["method"]), "path": path, "status": status}
     write("request", line | {"seconds": round(seconds, 6)} | state["log"])

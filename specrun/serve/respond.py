@@ -25,6 +25,7 @@ from specrun.serve.generation import Generation
 from specrun.serve.log import shown, write
 from specrun.serve.model import Model, requests_of
 from specrun.serve.service import Service
+from specrun.serve.tracing import TracedAnswers
 
 LARGE_ANSWER = 1000
 """Tokens of an answer that is written by a worker thread."""
@@ -46,7 +47,7 @@ async def respond(service: Service, make_shape: Callable[[Model], Shape], reques
     service.rates.admit(key)
     spend_tokens = partial(service.rates.spend_tokens, key)
     exchange = await service.read(request, read)
-    request.state.log = exchange.log_fields(service.log_prompts)
+    request.state.log, request.state.traced = exchange.log_fields(service.log_prompts), exchange.traced
     if exchange.is_streamed:
         return _EventStream(exchange, request.state.log)
     try:
@@ -70,6 +71,7 @@ class _Exchange:
         self._spend_tokens = spend_tokens
         self._model, self._shape, self._body, self._answers = model, shape, body, answers
         self._head = Head(uuid.uuid4().hex, int(time.time()), model.name)
+        self.traced = TracedAnswers(model.name, body, answers)
 
     @property
     def is_streamed(self) -> bool:
@@ -79,6 +81,7 @@ class _Exchange:
     def generation(self) -> Generation:
         """A new generation of the answers."""
         requests = requests_of(self._answers)
+        self.traced.began = time.time_ns()
         model, spend = self._model, self._spend_tokens
         return Generation(model.engine, model.metrics, requests, spend, self._body.n, is_bounded=self._body.stream)
 

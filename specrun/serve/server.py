@@ -26,6 +26,7 @@ from specrun.serve.model import LoadedModel, ModelSpec
 from specrun.serve.models import Models
 from specrun.serve.response_store import ResponseStore
 from specrun.serve.service import Service
+from specrun.serve.tracing import Tracing
 
 Reloaded = tuple[Sequence[ModelSpec], Sequence[ApiKey]]
 """The models and the API keys, read again."""
@@ -47,6 +48,7 @@ async def serve(
     write_seconds: float = WRITE_SECONDS,
     max_connections_by_address: int | None = None,
     max_stored_responses: int = MAX_STORED_RESPONSES,
+    tracing: Tracing | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; then answer what was taken, for at most ``drain_seconds``, and return.
 
@@ -64,6 +66,7 @@ async def serve(
         listening=listening,
         log_prompts=log_prompts,
         responses=ResponseStore(max_stored_responses),
+        tracing=tracing,
     )
     limiter = ConnectionLimiter(connection_limit(), max_connections_by_address)
     config = uvicorn.Config(
@@ -87,6 +90,8 @@ async def serve(
     finally:
         await service.bodies.close()
         await models.stop()
+        if tracing:
+            await tracing.stop()
         if listening.uds:
             listening.uds.unlink(missing_ok=True)
 

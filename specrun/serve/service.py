@@ -17,6 +17,7 @@ from specrun.serve.model import Model
 from specrun.serve.models import Models
 from specrun.serve.rate_limits import RateLimits
 from specrun.serve.response_store import ResponseStore
+from specrun.serve.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -33,6 +34,8 @@ class Service:
     listening: ListenOptions = field(default_factory=ListenOptions)
     log_prompts: bool = False
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(MAX_STORED_RESPONSES))
+    tracing: Tracing | None = None
+    """Where requests are traced; None: nowhere."""
     rates: RateLimits = field(default_factory=RateLimits)
     bodies: BodyReader = field(default_factory=BodyReader)
 
