@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
@@ -24,7 +24,7 @@ from specrun.openai.fields import Fields, as_object
 from specrun.openai.messages import MessageShape, error_body
 from specrun.openai.prompts import are_ids
 from specrun.openai.shapes import ChatShape, CompletionShape
-from specrun.serve import response_routes
+from specrun.serve import openapi, response_routes
 from specrun.serve.connection import IS_SPARE
 from specrun.serve.departure import ClientLeftError
 from specrun.serve.errors import RETRY_SECONDS, ApiError, as_api_error, without_paths
@@ -38,7 +38,9 @@ from specrun.serve.respond import respond
 from specrun.serve.service import Service
 
 OPEN_PATHS = ("/health", "/ready")
-"""Paths that need no key."""
+"""Paths that need no key, and are answered to every name and on spare connections."""
+DESCRIPTIONS = ("/docs", "/openapi.json")
+"""Paths that need no key: browsers show them, and all servers have the same."""
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 """The path of Anthropic's API, whose errors have another shape."""
@@ -46,28 +48,7 @@ MESSAGES = "/v1/messages"
 
 def make_app(service: Service) -> ASGIApp:
     """The application, which answers all errors in OpenAI's shape."""
-    routes = [
-        Route(path, partial(handler, service), methods=[method])
-        for method, path, handler in (
-            ("POST", "/v1/completions", _completions),
-            ("POST", "/v1/chat/completions", _chat),
-            ("POST", RESPONSES, response_routes.create),
-            ("POST", f"{RESPONSES}/input_tokens", response_routes.count_input_tokens),
-            ("GET", f"{RESPONSES}/{{id}}", response_routes.retrieve),
-            ("DELETE", f"{RESPONSES}/{{id}}", response_routes.delete),
-            ("GET", f"{RESPONSES}/{{id}}/input_items", response_routes.list_input_items),
-            ("POST", MESSAGES, _messages),
-            ("POST", f"{MESSAGES}/count_tokens", _count_tokens),
-            ("GET", "/v1/models", _models),
-            ("GET", "/v1/models/{model:path}", _model),
-            ("POST", "/tokenize", _tokenize),
-            ("POST", "/detokenize", _detokenize),
-            ("GET", "/health", _health),
-            ("GET", "/ready", _ready),
-            ("GET", "/metrics", _metrics),
-            ("GET", "/version", _version),
-        )
-    ]
+    routes = [Route(path, partial(handler, service), methods=[method]) for method, path, handler in _ROUTES]
     known = (ApiError, SpecError, ClientLeftError, HTTPException, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(known, _error))
     access, origins = _AccessMiddleware(service, app), service.listening.origins
@@ -116,7 +97,7 @@ class _AccessMiddleware:
                 _require_one_length(headers)
                 if scope["path"] not in OPEN_PATHS:
                     _require_own_place(is_spare)
-                    state["key"] = self._admit(headers)
+                    state["key"] = self._admit(scope["path"], headers)
             except ApiError as refusal:
                 if not is_spare:
                     refusal.headers["Connection"] = "close"  # Or an unused body would be read to its end.
@@ -140,11 +121,11 @@ class _AccessMiddleware:
             traced = state["traced"]
             self._service.tracing.record(scope["method"], path, headers, began, ended, status, state["id"], traced)
 
-    def _admit(self, headers: Mapping[bytes, str]) -> ApiKey | None:
+    def _admit(self, path: str, headers: Mapping[bytes, str]) -> ApiKey | None:
         """The key of a request; None where none is needed. Raises ApiError for one that may not use the server."""
         if self._service.allowed_hosts is not None:
             require_allowed(headers, self._service.allowed_hosts, self._service.listening.origins)
-        if not self._service.keys:
+        if not self._service.keys or path in DESCRIPTIONS:
             return None
         given = headers.get(b"authorization", "")
         if not given and (key_alone := headers.get(b"x-api-key")):  # Anthropic's header.
@@ -174,14 +155,17 @@ def _log_request(scope: Scope, state: dict[str, Any], status: int, seconds: floa
 
 
 async def _completions(service: Service, request: Request) -> Response:
+    """Prompts to texts, whole or as server-sent events."""
     return await respond(service, lambda _: CompletionShape(), request)
 
 
 async def _chat(service: Service, request: Request) -> Response:
+    """A conversation to its next message, whole or as server-sent events."""
     return await respond(service, lambda _: ChatShape(), request)
 
 
 async def _messages(service: Service, request: Request) -> Response:
+    """The same in Anthropic's Messages API."""
     return await respond(service, lambda _: MessageShape(), request)
 
 
@@ -196,10 +180,12 @@ async def _count_tokens(service: Service, request: Request) -> Response:
 
 
 async def _models(service: Service, request: Request) -> Response:
+    """The models."""
     return JSONResponse({"object": "list", "data": service.models.descriptions()})
 
 
 async def _model(service: Service, request: Request) -> Response:
+    """One model, by its name or an alias."""
     return JSONResponse(service.models.description(request.path_params["model"]))
 
 
@@ -231,6 +217,7 @@ async def _detokenize(service: Service, request: Request) -> Response:
 
 
 async def _health(service: Service, request: Request) -> Response:
+    """Whether the loaded models work."""
     if problem := service.models.problem():
         return JSONResponse({"status": "unhealthy", "reason": without_paths(problem)}, 503)
     return JSONResponse({"status": "ok"})
@@ -246,11 +233,24 @@ async def _ready(service: Service, request: Request) -> Response:
 
 
 async def _metrics(service: Service, request: Request) -> Response:
+    """Metrics for Prometheus."""
     return Response(service.models.metrics(), media_type=CONTENT_TYPE)
 
 
 async def _version(service: Service, request: Request) -> Response:
+    """The server's release."""
     return JSONResponse({"version": __version__})
+
+
+async def _openapi(service: Service, request: Request) -> Response:
+    """This description, by OpenAPI."""
+    return JSONResponse(_description())
+
+
+async def _docs(service: Service, request: Request) -> Response:
+    """This description as a page."""
+    policy = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+    return HTMLResponse(openapi.page(_description()), headers=policy)
 
 
 async def _error(request: Request, error: Exception) -> Response:
@@ -269,3 +269,33 @@ async def _error(request: Request, error: Exception) -> Response:
 
 def _answer(error: ApiError) -> Response:
     return JSONResponse(error.body, error.status, error.headers)
+
+
+@cache
+def _description() -> dict[str, Any]:
+    operations = (openapi.Operation(method, path, handler.__doc__ or "") for method, path, handler in _ROUTES)
+    return openapi.describe([*operations])
+
+
+_ROUTES: Sequence[tuple[str, str, Callable[[Service, Request], Awaitable[Response]]]] = (
+    ("POST", "/v1/completions", _completions),
+    ("POST", "/v1/chat/completions", _chat),
+    ("POST", RESPONSES, response_routes.create),
+    ("POST", f"{RESPONSES}/input_tokens", response_routes.count_input_tokens),
+    ("GET", f"{RESPONSES}/{{id}}", response_routes.retrieve),
+    ("DELETE", f"{RESPONSES}/{{id}}", response_routes.delete),
+    ("GET", f"{RESPONSES}/{{id}}/input_items", response_routes.list_input_items),
+    ("POST", MESSAGES, _messages),
+    ("POST", f"{MESSAGES}/count_tokens", _count_tokens),
+    ("GET", "/v1/models", _models),
+    ("GET", "/v1/models/{model:path}", _model),
+    ("POST", "/tokenize", _tokenize),
+    ("POST", "/detokenize", _detokenize),
+    ("GET", "/health", _health),
+    ("GET", "/ready", _ready),
+    ("GET", "/metrics", _metrics),
+    ("GET", "/version", _version),
+    ("GET", "/openapi.json", _openapi),
+    ("GET", "/docs", _docs),
+)
+"""Methods, paths and handlers, whose docstrings describe them."""

@@ -35,7 +35,7 @@ class Service:
     log_prompts: bool = False
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(MAX_STORED_RESPONSES))
     tracing: Tracing | None = None
-    """Where requests are traced; None: nowhere."""
+    """Sender of traces; None: none are sent."""
     rates: RateLimits = field(default_factory=RateLimits)
     bodies: BodyReader = field(default_factory=BodyReader)
 
