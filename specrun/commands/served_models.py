@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specrun.commands.config_file import option_names, option_value
+from specrun.commands.models import Engines
 from specrun.commands.options import generation_config_option, show_recommended_sampling
 from specrun.commands.pair import Pair, pair_options
 from specrun.errors import RequestError, SpecError
@@ -68,11 +69,17 @@ def one_model(
         with context.scope(cleanup=False):  # In another thread there is none.
             engines = pair.engines(started=started)
             recommended = recommended_sampling(engines.target) if generation_config == "auto" else {}
-            decoder = pair.load(engines, tool_format, reasoning_format)
+            decoder = pair.load(_absolute(engines), tool_format, reasoning_format)
             show_recommended_sampling(recommended)
         return LoadedModel(decoder, replace(DEFAULTS, **recommended))
 
     return ModelSpec(pair.models.name, load, max_queue=max_queue, timeout=request_timeout)
+
+
+def _absolute(engines: Engines) -> Engines:
+    """The same with whole paths, which errors to clients are known to hold and are freed of."""
+    name, target, draft, tokenizer = engines
+    return Engines(name, target.absolute(), draft and draft.absolute(), tokenizer and tokenizer.absolute())
 
 
 def spec_of(context: click.Context, name: str | None) -> ModelSpec:
