@@ -216,7 +216,7 @@ def test_the_distribution_and_what_its_extras_bring() -> None:
             found.add(name.replace("-", "_"))
         return found
 
-    assert set(extras) == {"run", "build", "rtx", "gpu", "dev", "docs"}
+    assert set(extras) == {"run", "build", "rtx", "gpu", "otel", "dev", "docs"}
     assert brings("run") == {"onnxruntime"}
     assert brings("rtx") >= brings("run") | brings("build") | {"cuda_python"}
     assert brings("gpu") >= brings("build") | {"cuda_python", "onnxruntime_gpu"}
@@ -226,6 +226,7 @@ def test_the_distribution_and_what_its_extras_bring() -> None:
         assert package in brings(extra)
     assert "tensorrt_rtx" in brings(found_in(r"\[(\w+)\]", how_to_install("tensorrt_rtx")))
     assert "cuda_python" in brings(found_in(r"\[(\w+)\]", how_to_install("cuda")))
+    assert "opentelemetry_sdk" in brings(found_in(r"\[(\w+)\]", how_to_install("opentelemetry")))
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 from specrun.arguments import show
-from specrun.engine_dir.config import BuildConfig
 from specrun.errors import SpecError
 from specrun.kv_cache.host_memory import return_freed
 from specrun.serve.engine import EngineStoppedError, EngineThread, QueueFullError, RequestUpdate
@@ -18,37 +16,7 @@ from specrun.serve.errors import ApiError
 from specrun.serve.log import log, write
 from specrun.serve.metrics import MetricFamilies, Metrics
 from specrun.serve.model import LoadedModel, Model, ModelSpec
-
-
-class _Entry:
-    """One model, loaded or not."""
-
-    def __init__(self, spec: ModelSpec, metrics: Metrics) -> None:
-        self.spec, self.metrics = spec, metrics
-        self.state: Literal["asleep", "loading", "loaded", "closing"] = "asleep"
-        self.model: Model | None = None
-        """The model while it is loaded."""
-        self.build_config: BuildConfig | None = None
-        """The target's limits; None before it was loaded for the first time."""
-        self.stop_build: Callable[[], None] = lambda: None
-        self.num_users = 0
-        """Number of requests that have the model."""
-        self.waiters: deque[asyncio.Future[Model]] = deque()
-        """Requests that wait for the model, and some that were given up."""
-        self.asked = 0
-        """Turn in which the first of the waiting requests came."""
-        self.used = 0
-        """Turn in which a request last got the model or gave it back."""
-
-    @property
-    def max_prompt_len(self) -> int | None:
-        """Number of tokens that a prompt may have; None if it is not known yet."""
-        return self.build_config.max_input_len if self.build_config else None
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that wait for the model."""
-        return sum(not waiter.done() for waiter in self.waiters)
+from specrun.serve.model_entry import ModelEntry
 
 
 class Models:
@@ -76,8 +44,8 @@ class Models:
         self._turns = itertools.count(1)
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._entries: list[_Entry] = []
-        self._by_name: dict[str, _Entry] = {}
+        self._entries: list[ModelEntry] = []
+        self._by_name: dict[str, ModelEntry] = {}
         """Models that bodies may name, by names and aliases. The others in ``_entries`` go when they are not used."""
         self.created = int(time.time())
         self.replace(specs)
@@ -91,7 +59,7 @@ class Models:
         for spec in specs:
             entry = known.get(spec.name)
             if entry is None or entry.spec != spec:
-                entry = _Entry(spec, self._metrics_of(spec.name))
+                entry = ModelEntry(spec, self._metrics_of(spec.name))
                 self._entries.append(entry)
             entry.spec = spec
             self._by_name |= dict.fromkeys((spec.name, *spec.aliases), entry)
@@ -139,11 +107,11 @@ class Models:
 
     def descriptions(self) -> list[dict[str, Any]]:
         """All models as ``/v1/models`` lists them."""
-        return [self._describe(entry) for entry in self._served]
+        return [entry.description(self.created) for entry in self._served]
 
     def description(self, name: str) -> dict[str, Any]:
         """One of them, by its name or an alias. Raises ApiError."""
-        return self._describe(self._find(name))
+        return self._find(name).description(self.created)
 
     def problem(self) -> str | None:
         """Why a loaded model does not work; None where all do."""
@@ -173,7 +141,7 @@ class Models:
         """The server stops: load nothing more. Requests that wait for a model fail, and builds are stopped."""
         self._stopping = True
         for entry in self._entries:
-            self._fail(entry, EngineStoppedError("the server is stopping"))
+            entry.fail(EngineStoppedError("the server is stopping"))
             entry.stop_build()
 
     async def stop(self) -> None:
@@ -198,16 +166,16 @@ class Models:
         leaving = () if self._stopping else self._leaving()
         for entry in self._entries:
             if entry.state == "loaded" and entry not in leaving:
-                self._give(entry)
+                entry.give(next(self._turns))
         served = self._served
         self._entries = [one for one in self._entries if one in served or one.state != "asleep" or one.num_waiting]
 
-    def _awaited(self) -> list[_Entry]:
+    def _awaited(self) -> list[ModelEntry]:
         """Sleeping models that requests wait for, in the order in which they were asked for."""
         awaited = [entry for entry in self._entries if entry.state == "asleep" and entry.num_waiting]
         return sorted(awaited, key=lambda entry: entry.asked)
 
-    def _leaving(self) -> list[_Entry]:
+    def _leaving(self) -> list[ModelEntry]:
         """Loaded models that take no further requests: those that go, and those whose room others wait for."""
         loaded = [entry for entry in self._entries if entry.state == "loaded"]
         loaded.sort(key=lambda entry: (entry.num_users > 0, entry.used))
@@ -221,33 +189,21 @@ class Models:
         return self._max_loaded - sum(entry.state != "asleep" for entry in self._entries)
 
     @property
-    def _served(self) -> list[_Entry]:
+    def _served(self) -> list[ModelEntry]:
         """Models that bodies may name, in their order."""
         return [*dict.fromkeys(self._by_name.values())]
 
-    def _give(self, entry: _Entry) -> None:
-        """Give a loaded model to the requests that wait for it."""
-        assert entry.model
-        while entry.waiters:
-            if not (waiter := entry.waiters.popleft()).done():
-                entry.num_users += 1
-                entry.used = next(self._turns)
-                waiter.set_result(entry.model)
-
-    def _fail(self, entry: _Entry, error: Exception) -> None:
-        while entry.waiters:
-            if not (waiter := entry.waiters.popleft()).done():
-                waiter.set_exception(error)
-
     # ------------------------------------------------------------------------------------------ loading and closing
 
-    def _begin_task(self, entry: _Entry, state: Literal["loading", "closing"], work: Coroutine[Any, Any, None]) -> None:
+    def _begin_task(
+        self, entry: ModelEntry, state: Literal["loading", "closing"], work: Coroutine[Any, Any, None]
+    ) -> None:
         entry.state = state
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _load(self, entry: _Entry) -> None:
+    async def _load(self, entry: ModelEntry) -> None:
         name, began = entry.spec.name, time.perf_counter()
         write("loading", {"model": name})
 
@@ -263,7 +219,7 @@ class Models:
             trace = None if isinstance(error, SpecError) else error
             log.error("model %s cannot be loaded: %s", name, error, exc_info=trace)
             message = f"model {name!r} cannot be loaded; the server's log says why"
-            self._fail(entry, ApiError(503, message, "model", "model_not_loaded"))
+            entry.fail(ApiError(503, message, "model", "model_not_loaded"))
         else:
             self._begin(entry, loaded)
             write("loaded", {"model": name, "seconds": round(time.perf_counter() - began, 3)})
@@ -271,16 +227,16 @@ class Models:
             entry.stop_build = lambda: None
         self._settle()
 
-    def _begin(self, entry: _Entry, loaded: LoadedModel) -> None:
+    def _begin(self, entry: ModelEntry, loaded: LoadedModel) -> None:
         """From now on the model is loaded. The requests that wait get it, whoever else waits for room."""
         engine = EngineThread(loaded.decoder, self._deliver, entry.spec.max_queue)
         entry.model = Model(entry.spec, loaded, engine, entry.metrics)
         entry.build_config = loaded.decoder.target.build_config
         entry.state, entry.used = "loaded", next(self._turns)
         engine.start()
-        self._give(entry)
+        entry.give(next(self._turns))
 
-    async def _close(self, entry: _Entry, engine: EngineThread) -> None:
+    async def _close(self, entry: ModelEntry, engine: EngineThread) -> None:
         """Put a model to sleep that no request has."""
         await asyncio.to_thread(engine.stop, 0.0)
         del engine  # With it the decoder's memory.
@@ -295,7 +251,7 @@ class Models:
 
     # ----------------------------------------------------------------------------------------------- names
 
-    def _find(self, name: str | None) -> _Entry:
+    def _find(self, name: str | None) -> ModelEntry:
         """The model of a name, or the only one where a body names none. Raises ApiError."""
         if not name and len(self._served) == 1:
             return self._served[0]
@@ -310,17 +266,6 @@ class Models:
         if name not in self._metrics:
             self._metrics[name] = Metrics(self._families, name)
         return self._metrics[name]
-
-    def _describe(self, entry: _Entry) -> dict[str, Any]:
-        return {
-            "id": entry.spec.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "specrun",
-            "max_model_len": entry.build_config and entry.build_config.max_seq_len,
-            "aliases": [*entry.spec.aliases],
-            "loaded": entry.model is not None,
-        }
 
 
 def _deliver_all(updates: Sequence[RequestUpdate]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -172,3 +174,18 @@ def test_the_command_sends_traces_and_goes_on_without_a_collector(
         assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).status_code == 200
         server.process.terminate()
         assert server.process.wait(60) == 0
+
+
+def test_without_the_extra_the_command_names_it(engines: Path) -> None:
+    options = [
+        "serve",
+        str(engines / "target"),
+        "--port",
+        "0",
+        "--otlp_traces_endpoint",
+        "http://127.0.0.1:1/v1/traces",
+    ]
+    code = f"import sys; sys.modules['opentelemetry'] = None; from specrun.cli import main; main({options!r})"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "opentelemetry" in ended.stderr and ".[otel]" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
