@@ -108,8 +108,9 @@ def serve(
     """A target and its draft -> an OpenAI-compatible server.
 
     It answers OpenAI's /v1/completions, /v1/chat/completions, /v1/responses and /v1/models, Anthropic's /v1/messages,
-    and /tokenize, /detokenize, /health, /ready, /metrics and /version. The log on standard error has a line of JSON
-    for every request. SIGTERM and Ctrl-C let answers end. SIGHUP reads --models and --api_key_file again.
+    and /tokenize, /detokenize, /health, /ready, /metrics and /version; /docs describes them. The log on standard error
+    has a line of JSON for every request. SIGTERM and Ctrl-C let answers end. SIGHUP reads --models and --api_key_file
+    again.
     """
     from specrun.serve.hosts import read_hosts
     from specrun.serve.keys import read_keys

@@ -146,7 +146,7 @@ class _Server(uvicorn.Server):
         async with self._reloading:
             try:
                 specs, keys = await asyncio.to_thread(self._read)
-            except SpecError as error:
+            except (SpecError, OSError) as error:
                 log.error("nothing was reloaded: %s", error)
                 return
             self._service.models.replace(specs)

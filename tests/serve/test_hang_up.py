@@ -75,6 +75,8 @@ def test_keys_are_read_again(engines: Path, tmp_path: Path) -> None:
             assert [*lines][-2] == "data: [DONE]"
         keys.write_text("short\n")
         assert "at least 8 characters" in hang_up(server, "nothing was reloaded")["event"]
+        keys.unlink()
+        assert "cannot be read" in hang_up(server, "nothing was reloaded")["event"]
         assert status(server, "second-key") == 200
 
 
