@@ -26,6 +26,9 @@ from specrun.errors import BackendError
 QFormat = Literal["auto", "int8", "int8_wo", "int4", "int4_sym", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo"]
 """Values of ``--qformat`` of ``specbuild convert``, which this package does not import."""
 
+OnStart = Callable[[Callable[[], None]], object]
+"""Takes a function that stops a build."""
+
 
 @dataclass(frozen=True)
 class BuildOptions(Checked):
@@ -98,13 +101,15 @@ def engines_of(
     chat_template: Path | None = None,
     check: Check = "quick",
     meanwhile: Callable[[], object] = lambda: None,
+    started: OnStart = lambda _stop: None,
 ) -> tuple[Path, Path | None]:
     """The engine directories of a target and its draft. Checkpoints among the two are built, or found in the cache.
 
     for_chat: check before a build that prompts can be put into a chat template. chat_template: a file with one that
     replaces the target's. check: which files of engines in the cache are compared with their checksums; what is damaged
-    is built again. meanwhile: what this process does while the other one looks for the engines. Progress of a build is
-    shown on standard error. Raises SpecError.
+    is built again. meanwhile: what this process does while the other one looks for the engines. started: is given what
+    stops the other process, after which this raises BackendError. Progress of a build is shown on standard error.
+    Raises SpecError.
     """
     if not any(is_checkpoint(model) for model in (target, draft) if model is not None):
         return Path(target).expanduser(), None if draft is None else Path(draft).expanduser()
@@ -116,13 +121,15 @@ def engines_of(
         "check": check,
         "chat_template": None if chat_template is None else str(chat_template),
     }
-    answer = _ask(request, meanwhile)
+    answer = _ask(request, meanwhile, started)
     if "error" in answer:
         raise getattr(errors, answer["kind"], BackendError)(answer["error"])
     return Path(answer["target"]), Path(answer["draft"]) if "draft" in answer else None
 
 
-def _ask(request: dict[str, object], meanwhile: Callable[[], object]) -> dict[str, str]:
+def _ask(
+    request: dict[str, object], meanwhile: Callable[[], object], started: OnStart = lambda _stop: None
+) -> dict[str, str]:
     """What ``specbuild.pair`` answers. Raises BackendError where it ends without an answer."""
     neighbours = str(Path(__file__).resolve().parents[1])
     paths = os.pathsep.join(filter(None, (neighbours, os.environ.get("PYTHONPATH"))))
@@ -133,6 +140,7 @@ def _ask(request: dict[str, object], meanwhile: Callable[[], object]) -> dict[st
         env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
     )
     try:
+        started(process.terminate)
         meanwhile()
         said, _ = process.communicate()
     except BaseException:  # Ctrl-C in a terminal reaches it too; SIGTERM does not.

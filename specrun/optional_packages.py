@@ -17,6 +17,7 @@ _EXTRAS = {
     "onnxruntime_ep_nv_tensorrt_rtx": "rtx-plugins",
     "cuda": "gpu",
     **dict.fromkeys(("ray", "pyarrow"), "ray"),
+    "opentelemetry": "otel",
 }
 
 

@@ -11,12 +11,12 @@ from typing_extensions import override
 from specrun.errors import SpecError
 
 
-def read_settings(file: Path, error: type[SpecError], example: str) -> dict[str, Any]:
-    """The settings of a file. example: a file that is read, for messages. Raises ``error``."""
+def read_settings(file: Path, error: type[SpecError], example: str, option: str = "--config") -> dict[str, Any]:
+    """The settings of a file. example: a file that is read, for messages; option: what names it. Raises ``error``."""
     try:
         data = yaml.load(file.read_text(encoding="utf-8"), _PlainLoader)
     except FileNotFoundError as cause:
-        raise error(f"{file}: no such file; --config wants a YAML file like {example}") from cause
+        raise error(f"{file}: no such file; {option} wants a YAML file like {example}") from cause
     except (yaml.YAMLError, ValueError, RecursionError) as cause:  # Numbers of 5,000 digits, 20,000 brackets.
         raise error(f"{file}: not readable YAML: {cause}") from cause
     if not isinstance(data, dict):

@@ -217,7 +217,7 @@ def test_the_distribution_and_what_its_extras_bring() -> None:
             found.add(name.replace("-", "_"))
         return found
 
-    assert set(extras) == {"run", "build", "rtx", "rtx-plugins", "gpu", "ray", "dev", "docs"}
+    assert set(extras) == {"run", "build", "rtx", "rtx-plugins", "gpu", "ray", "otel", "dev", "docs"}
     assert brings("run") == {"onnxruntime"}
     assert brings("rtx") >= brings("run") | brings("build") | {"cuda_python"}
     assert brings("gpu") >= brings("build") | {"cuda_python", "onnxruntime_gpu"}
@@ -230,6 +230,7 @@ def test_the_distribution_and_what_its_extras_bring() -> None:
     plugins = found_in(r"\[([\w-]+)\]", how_to_install(rtx_plugins.PACKAGE))
     assert f"{rtx_plugins.PACKAGE}_cu13" in brings(plugins)
     assert "cuda_python" in brings(found_in(r"\[(\w+)\]", how_to_install("cuda")))
+    assert "opentelemetry_sdk" in brings(found_in(r"\[(\w+)\]", how_to_install("opentelemetry")))
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_large_body_is_looked_at(planted: Path) -> None:
     async def look() -> None:
         bodies = LargeBodies()
         with pytest.raises(ApiError, match="prompt"):
-            await bodies.check("/tokenize", b'{"prompt": 1.5}', 48)
+            await bodies.check("/tokenize", b'{"prompt": 1.5}', {None: 48})
         await bodies.close()
 
     asyncio.run(look())

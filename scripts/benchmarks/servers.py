@@ -33,9 +33,9 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
 from specrun.evaluation.bench import machine_of
 from specrun.evaluation.bench_results import Spread
-from specrun.openai.body import DEFAULTS
 from specrun.request.options import RequestOptions
 from specrun.serve.listening import ListenOptions
+from specrun.serve.model import LoadedModel, ModelSpec
 from specrun.serve.server import serve
 from specrun.triton.repository import SPECULATIVE, write_repository
 
@@ -93,19 +93,17 @@ class HttpServer:
         self.port: int = listener.getsockname()[1]
         self.cpu_shares: list[tuple[float, float]] = []
         """Processor time of the event loop and of all clients, in the time of each run."""
+        loaded = LoadedModel(decoder)
         server = serve(
-            decoder,
+            [ModelSpec("target", lambda _: loaded, max_queue=1024)],
             listener,
+            loaded={"target": loaded},
             listening=listening,
-            model="target",
             keys=(),
             allowed_hosts=None,
-            max_queue=1024,
-            timeout=None,
             drain_seconds=5,
             metrics_prefix="specrun",
             log_prompts=False,
-            defaults=DEFAULTS,
         )
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(server)

@@ -24,20 +24,20 @@ def _use(context: click.Context, _option: click.Parameter, file: Path | None) ->
     settings = read_settings(file, RequestError, "tuned.yaml of specrun tune")
     root = context.find_root().command
     commands = root.commands.values() if isinstance(root, click.Group) else [context.command]
-    known = {name for command in commands for name, _ in _names(command)}
+    known = {name for command in commands for name, _ in option_names(command)}
     for key in settings:
         if key not in known:
             close = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.0)[0]
             raise RequestError(f"{file}: no command has an option {key!r}; did you mean {close!r}?")
-    options = dict(_names(context.command))  # Options of other commands are theirs.
+    options = dict(option_names(context.command))  # Options of other commands are theirs.
     context.default_map = {
-        str(options[key].name): _value(options[key], value)
+        str(options[key].name): option_value(options[key], value)
         for key, value in settings.items()
         if key in options and value is not None
     }
 
 
-def _names(command: click.Command) -> Iterator[tuple[str, click.Parameter]]:
+def option_names(command: click.Command) -> Iterator[tuple[str, click.Parameter]]:
     """How a file names a command's options and arguments: as on the command line, and target and draft_model."""
     for param in command.params:
         name = param.opts[0].lstrip("-")
@@ -45,7 +45,7 @@ def _names(command: click.Command) -> Iterator[tuple[str, click.Parameter]]:
             yield name, param
 
 
-def _value(param: click.Parameter, value: Any) -> Any:
+def option_value(param: click.Parameter, value: Any) -> Any:
     """A value as the command line would have it: options read texts."""
     if isinstance(value, bool):
         return value

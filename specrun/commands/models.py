@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 
 import click
 
-from specrun.builder import BuildOptions, engines_of, is_checkpoint
+from specrun.builder import BuildOptions, OnStart, engines_of, is_checkpoint
 from specrun.command_line import FolderPath
 from specrun.commands.config_file import config_option
 from specrun.commands.options import draft_option, first_given, given, tokenizer_dir_option
@@ -67,7 +67,20 @@ class Models:
         if not (self.draft or config.draft):
             raise click.UsageError("give DRAFT, or --draft suffix")
 
-    def engines(self, *, for_chat: bool = False, chat_template: Path | None = None, check: Check = "quick") -> Engines:
+    @property
+    def name(self) -> str:
+        """The target's name, for people."""
+        is_hub_id = isinstance(self.target, str) and not Path(self.target).expanduser().is_dir()
+        return str(self.target) if is_hub_id else Path(self.target).expanduser().resolve().name
+
+    def engines(
+        self,
+        *,
+        for_chat: bool = False,
+        chat_template: Path | None = None,
+        check: Check = "quick",
+        started: OnStart = lambda _stop: None,
+    ) -> Engines:
         """The engines, which are built where the cache lacks them. Arguments and errors as for ``engines_of``."""
         target, draft = engines_of(
             self.target,
@@ -77,10 +90,9 @@ class Models:
             chat_template=chat_template,
             check=check,
             meanwhile=_load_decoder,
+            started=started,
         )
-        is_hub_id = isinstance(self.target, str) and not Path(self.target).expanduser().is_dir()
-        name = str(self.target) if is_hub_id else Path(self.target).expanduser().resolve().name
-        return Engines(name, target, draft, self.tokenizer_dir)
+        return Engines(self.name, target, draft, self.tokenizer_dir)
 
 
 def _models(

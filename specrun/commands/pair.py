@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from specrun.builder import OnStart
 from specrun.command_line import FolderPath
 from specrun.commands.models import Engines, Models, models_options
 from specrun.commands.options import Parsed, acceptance_option, first_given, given, rank_hosts_option
@@ -82,17 +83,25 @@ class Pair:
     config: DraftTargetConfig
     chat_template: Path | None
 
-    def engines(self, *, for_chat: bool = False) -> Engines:
+    def engines(self, *, for_chat: bool = False, started: OnStart = lambda _stop: None) -> Engines:
         """The engines, which are built where the cache lacks them. Raises SpecError.
 
-        for_chat: check before a build that prompts can be put into a chat template.
+        for_chat: check before a build that prompts can be put into a chat template. started: as for ``engines_of``.
         """
-        return self.models.engines(for_chat=for_chat, chat_template=self.chat_template, check=self.config.check)
+        return self.models.engines(
+            for_chat=for_chat, chat_template=self.chat_template, check=self.config.check, started=started
+        )
 
     def open(
         self, engines: Engines, tool_format: ToolFormat | None = None, reasoning_format: ReasoningChoice = "auto"
     ) -> SpeculativeDecoder:
         """The decoder of ``engines``, closed when the command ends. The rest as there."""
+        return click.get_current_context().with_resource(self.load(engines, tool_format, reasoning_format))
+
+    def load(
+        self, engines: Engines, tool_format: ToolFormat | None = None, reasoning_format: ReasoningChoice = "auto"
+    ) -> SpeculativeDecoder:
+        """The decoder of ``engines``, which the caller closes."""
         from specrun.decoder import SpeculativeDecoder
 
         _, target, draft, tokenizer = engines
@@ -117,7 +126,7 @@ class Pair:
                 click.echo(f"note: {flag} changes nothing: {target} runs on the CPU", err=True)
         for note in decoder.notes:
             click.echo(f"note: {note}", err=True)
-        return click.get_current_context().with_resource(decoder)
+        return decoder
 
 
 def _pair(

@@ -1,30 +1,42 @@
-"""``specrun serve``: a target and its draft -> an OpenAI-compatible server."""
+"""``specrun serve``: models -> a server with OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import re
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specrun.command_line import FolderPath
-from specrun.commands.options import generation_config_option, show_recommended_sampling
-from specrun.commands.pair import Pair, pair_options
+from specrun.commands.options import first_given
+from specrun.commands.served_models import one_model, read_models, spec_of
 from specrun.field_options import field_options, packed
-from specrun.request.generation_config import recommended_sampling
 from specrun.serve.limits import MAX_STORED_RESPONSES, WRITE_SECONDS
 from specrun.serve.listening import ListenOptions
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from specrun.serve.server import Reloaded
 
 
-@click.command()
-@pair_options
+@click.command(params=[*one_model.params])
+@click.option(
+    "--models",
+    "models_file",
+    type=FolderPath,
+    metavar="FILE.yaml",
+    help="Serve the models of this file, in place of TARGET; each is loaded when it is first asked for.",
+)
+@click.option(
+    "--max_loaded",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Models of --models that are loaded at a time; the least recently used one makes room.",
+)
 @packed("listening", ListenOptions)
 @field_options(ListenOptions, "host", "port", "uds", "ssl_certfile", "ssl_keyfile", "root_path", "allowed_origins")
 @click.option("--api_key_file", type=FolderPath, help="A file of API keys, one a line; clients must send one of them.")
@@ -35,8 +47,6 @@ T = TypeVar("T")
     " or --host is not this machine.",
 )
 @click.option("--model_name", metavar="NAME", help="What clients call the model. Default: TARGET's name.")
-@click.option("--max_queue", type=click.IntRange(1), default=256, show_default=True, help="Most requests that wait.")
-@click.option("--request_timeout", type=float, metavar="SECONDS", help="Time limit of an answer; it ends as it is.")
 @click.option(
     "--drain_seconds",
     type=click.IntRange(1),
@@ -66,21 +76,6 @@ T = TypeVar("T")
     metavar="N",
     help="Responses that are kept in memory for previous_response_id; 0: none.",
 )
-@generation_config_option
-@click.option(
-    "--tool_call_format",
-    metavar="NAME",
-    default="auto",
-    show_default=True,
-    help="How the model writes tool calls; auto: as its chat template says.",
-)
-@click.option(
-    "--reasoning_parser",
-    metavar="NAME",
-    default="auto",
-    show_default=True,
-    help="How the model writes thoughts; auto: as its chat template says; none: they are part of the answer.",
-)
 @click.option(
     "--metrics_prefix",
     default="specrun",
@@ -88,55 +83,67 @@ T = TypeVar("T")
     callback=lambda _context, _option, value: _metric_prefix(value),
     help="Prefix of the names in /metrics.",
 )
+@click.option(
+    "--otlp_traces_endpoint",
+    metavar="URL",
+    help="Send traces of requests to this OpenTelemetry collector, as http://127.0.0.1:4318/v1/traces.",
+)
 @click.option("--log_prompts", is_flag=True, help="Write prompts to the log.")
 def serve(
-    pair: Pair,
+    models_file: Path | None,
+    max_loaded: int,
     listening: ListenOptions,
     api_key_file: Path | None,
     allowed_hosts: str | None,
     model_name: str | None,
-    max_queue: int,
-    request_timeout: float | None,
     drain_seconds: int,
     write_timeout: float,
     max_connections_per_address: int | None,
     max_stored_responses: int,
-    generation_config: str,
-    tool_call_format: str,
-    reasoning_parser: str,
     metrics_prefix: str,
+    otlp_traces_endpoint: str | None,
     log_prompts: bool,
+    **_model: Any,
 ) -> None:
     """A target and its draft -> an OpenAI-compatible server.
 
     It answers OpenAI's /v1/completions, /v1/chat/completions, /v1/responses and /v1/models, Anthropic's /v1/messages,
-    and /tokenize, /detokenize, /health, /ready, /metrics and /version. The log on standard error has a line of JSON
-    for every request. SIGTERM, SIGHUP and Ctrl-C let answers end.
+    and /tokenize, /detokenize, /health, /ready, /metrics and /version; /docs describes them. The log on standard error
+    has a line of JSON for every request. SIGTERM and Ctrl-C let answers end. SIGHUP reads --models and --api_key_file
+    again.
     """
-    from specrun.openai.body import DEFAULTS
     from specrun.serve.hosts import read_hosts
     from specrun.serve.keys import read_keys
     from specrun.serve.log import set_up
     from specrun.serve.server import serve as run
-    from specrun.text import reasoning, tool_formats
-    from specrun.text.reasoning import ReasoningChoice
+    from specrun.serve.tracing import Tracing
 
-    tool_format = _named("tool_call_format", tool_call_format, {"auto": None, **tool_formats.FORMATS})
-    choices: dict[str, ReasoningChoice] = {"auto": "auto", "none": "none", **reasoning.FORMATS}
-    reasoning_format = _named("reasoning_parser", reasoning_parser, choices)
+    context = click.get_current_context()
     keys = read_keys(api_key_file)
     hosts = read_hosts(allowed_hosts) if allowed_hosts is not None else None
     if hosts is None and not keys and listening.is_local:
         hosts = frozenset()
+    if models_file is None:
+        specs = [spec_of(context, model_name)]
+    elif flag := first_given("model_name", *(param.name or "" for param in one_model.params if param.expose_value)):
+        raise click.UsageError(f"{flag} cannot be combined with --models; write it into the file")
+    else:
+        specs = read_models(models_file, context)
+    tracing = Tracing(otlp_traces_endpoint) if otlp_traces_endpoint else None
     listener = listening.listen()
-    engines = pair.engines()
     if not keys and not listening.is_local:
         click.echo(
             f"WARNING: everybody who reaches {listening.host} may use this server; give --api_key_file", err=True
         )
-    recommended = recommended_sampling(engines.target) if generation_config == "auto" else {}
-    decoder = pair.open(engines, tool_format, reasoning_format)
-    show_recommended_sampling(recommended)
+
+    def reload() -> Reloaded:
+        return (read_models(models_file, context) if models_file else specs), read_keys(api_key_file)
+
+    loaded = {}
+    if models_file is None:
+        loaded = {one.name: one.load(lambda _stop: None) for one in specs}
+        for one in loaded.values():
+            context.with_resource(one.decoder)
     set_up()
     # What is here now stays. A collection of garbage would look at all of it, and every stream waits meanwhile.
     gc.collect()
@@ -144,30 +151,23 @@ def serve(
     click.echo(f"serving on {listening.url(listener)}; stop with Ctrl-C", err=True)
     asyncio.run(
         run(
-            decoder,
+            specs,
             listener,
-            model=model_name or engines.name,
+            loaded=loaded,
+            max_loaded=max_loaded,
             keys=keys,
+            reload=reload,
             allowed_hosts=hosts,
-            max_queue=max_queue,
-            timeout=request_timeout,
             drain_seconds=drain_seconds,
             metrics_prefix=metrics_prefix,
             log_prompts=log_prompts,
-            defaults=replace(DEFAULTS, **recommended),
             write_seconds=write_timeout,
             max_connections_by_address=max_connections_per_address,
             max_stored_responses=max_stored_responses,
             listening=listening,
+            tracing=tracing,
         )
     )
-
-
-def _named(option: str, name: str, known: Mapping[str, T]) -> T:
-    """What ``known`` has under a name. Raises click's UsageError."""
-    if name not in known:
-        raise click.BadParameter(f"{name}: expected one of {', '.join(known)}", param_hint=f"--{option}")
-    return known[name]
 
 
 def _metric_prefix(value: str) -> str:

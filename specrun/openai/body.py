@@ -127,6 +127,11 @@ def read_either(body: object, defaults: SamplingParams = DEFAULTS, max_prompt_le
     return _read(body, defaults, max_prompt_len, chat=is_chat)
 
 
+def model_name(body: object) -> str | None:
+    """The model that a body of any kind names; None where it names none. Raises RequestError."""
+    return Fields({"model": body.get("model")}).take("model", arguments.text) if isinstance(body, Mapping) else None
+
+
 def token_biases(name: str, value: Any) -> Mapping[int, float]:
     """A ``logit_bias``: JSON's keys are texts, token ids in digits. Raises RequestError."""
     biases = {}

@@ -4,38 +4,43 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 
-from specrun import __version__, arguments
+from specrun import __version__
 from specrun.errors import SpecError
 from specrun.openai.body import read_either
 from specrun.openai.fields import Fields, as_object
 from specrun.openai.messages import MessageShape, error_body
 from specrun.openai.prompts import are_ids
 from specrun.openai.shapes import ChatShape, CompletionShape
-from specrun.serve import response_routes
+from specrun.serve import openapi, response_routes
 from specrun.serve.connection import IS_SPARE
+from specrun.serve.departure import ClientLeftError
 from specrun.serve.errors import RETRY_SECONDS, ApiError, as_api_error, without_paths
 from specrun.serve.hosts import require_allowed
 from specrun.serve.keys import ApiKey, find_key
 from specrun.serve.log import log, shown, write
 from specrun.serve.metrics import CONTENT_TYPE
-from specrun.serve.respond import ClientLeftError, respond
+from specrun.serve.model import Model
+from specrun.serve.rate_limits import HEADERS
+from specrun.serve.respond import respond
 from specrun.serve.service import Service
 
 OPEN_PATHS = ("/health", "/ready")
-"""Paths that need no key."""
+"""Paths that need no key, and are answered to every name and on spare connections."""
+DESCRIPTIONS = ("/docs", "/openapi.json")
+"""Paths that need no key: browsers show them, and all servers have the same."""
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 """The path of Anthropic's API, whose errors have another shape."""
@@ -43,28 +48,7 @@ MESSAGES = "/v1/messages"
 
 def make_app(service: Service) -> ASGIApp:
     """The application, which answers all errors in OpenAI's shape."""
-    routes = [
-        Route(path, partial(handler, service), methods=[method])
-        for method, path, handler in (
-            ("POST", "/v1/completions", _completions),
-            ("POST", "/v1/chat/completions", _chat),
-            ("POST", RESPONSES, response_routes.create),
-            ("POST", f"{RESPONSES}/input_tokens", response_routes.count_input_tokens),
-            ("GET", f"{RESPONSES}/{{id}}", response_routes.retrieve),
-            ("DELETE", f"{RESPONSES}/{{id}}", response_routes.delete),
-            ("GET", f"{RESPONSES}/{{id}}/input_items", response_routes.list_input_items),
-            ("POST", MESSAGES, _messages),
-            ("POST", f"{MESSAGES}/count_tokens", _count_tokens),
-            ("GET", "/v1/models", _models),
-            ("GET", "/v1/models/{model:path}", _model),
-            ("POST", "/tokenize", _tokenize),
-            ("POST", "/detokenize", _detokenize),
-            ("GET", "/health", _health),
-            ("GET", "/ready", _ready),
-            ("GET", "/metrics", _metrics),
-            ("GET", "/version", _version),
-        )
-    ]
+    routes = [Route(path, partial(handler, service), methods=[method]) for method, path, handler in _ROUTES]
     known = (ApiError, SpecError, ClientLeftError, HTTPException, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(known, _error))
     access, origins = _AccessMiddleware(service, app), service.listening.origins
@@ -72,7 +56,7 @@ def make_app(service: Service) -> ASGIApp:
         return access
     # Before keys are looked at: browsers ask without one what they may send.
     methods = ("GET", "POST", "DELETE")
-    return CORSMiddleware(access, origins, methods, allow_headers=["*"], expose_headers=["x-request-id"])
+    return CORSMiddleware(access, origins, methods, allow_headers=["*"], expose_headers=["x-request-id", *HEADERS])
 
 
 class _AccessMiddleware:
@@ -93,15 +77,18 @@ class _AccessMiddleware:
         state = scope["state"] = {
             "id": headers.get(b"x-request-id", "")[:64] or uuid.uuid4().hex,
             "key": None,
+            "model": None,
+            "traced": None,
             "log": {},
         }
-        began, status, is_spare = time.perf_counter(), 0, IS_SPARE in given
+        began, status, is_spare = time.time_ns(), 0, IS_SPARE in given
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = [(b"x-request-id", str(state["id"]).encode("latin-1"))]
+                told = {"x-request-id": str(state["id"]), **self._service.rates.headers(state["key"])}
+                own = [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
                 message["headers"] = [*message["headers"], *own, *([CLOSE_HEADER] if is_spare else ())]
             await send(message)
 
@@ -110,7 +97,7 @@ class _AccessMiddleware:
                 _require_one_length(headers)
                 if scope["path"] not in OPEN_PATHS:
                     _require_own_place(is_spare)
-                    state["key"] = self._admit(headers)
+                    state["key"] = self._admit(scope["path"], headers)
             except ApiError as refusal:
                 if not is_spare:
                     refusal.headers["Connection"] = "close"  # Or an unused body would be read to its end.
@@ -118,13 +105,27 @@ class _AccessMiddleware:
                 return
             await self._app(scope, receive, send_with_id)
         finally:
-            _log_request(scope, state, status, time.perf_counter() - began)
+            if state["model"]:
+                self._service.models.release(state["model"])
+            self._record(scope, headers, state, status, began)
 
-    def _admit(self, headers: Mapping[bytes, str]) -> ApiKey | None:
+    def _record(
+        self, scope: Scope, headers: Mapping[bytes, str], state: dict[str, Any], status: int, began: int
+    ) -> None:
+        """Log and trace a request. Status 0: the client left before an answer."""
+        path, ended = scope["path"], time.time_ns()
+        if path in (*OPEN_PATHS, "/metrics") and status == 200:
+            return
+        _log_request(scope, state, status, (ended - began) / 1e9)
+        if self._service.tracing:
+            traced = state["traced"]
+            self._service.tracing.record(scope["method"], path, headers, began, ended, status, state["id"], traced)
+
+    def _admit(self, path: str, headers: Mapping[bytes, str]) -> ApiKey | None:
         """The key of a request; None where none is needed. Raises ApiError for one that may not use the server."""
         if self._service.allowed_hosts is not None:
             require_allowed(headers, self._service.allowed_hosts, self._service.listening.origins)
-        if not self._service.keys:
+        if not self._service.keys or path in DESCRIPTIONS:
             return None
         given = headers.get(b"authorization", "")
         if not given and (key_alone := headers.get(b"x-api-key")):  # Anthropic's header.
@@ -148,90 +149,76 @@ def _require_own_place(is_spare: bool) -> None:
 
 
 def _log_request(scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
-    """One line. Status 0: the client left before an answer."""
-    if scope["path"] in (*OPEN_PATHS, "/metrics") and status == 200:
-        return
     path = shown(scope["path"])
     line = {"id": state["id"], "method": shown(scope["method"]), "path": path, "status": status}
     write("request", line | {"seconds": round(seconds, 6)} | state["log"])
 
 
 async def _completions(service: Service, request: Request) -> Response:
-    return await respond(service, CompletionShape(), request)
+    """Prompts to texts, whole or as server-sent events."""
+    return await respond(service, lambda _: CompletionShape(), request)
 
 
 async def _chat(service: Service, request: Request) -> Response:
-    return await respond(service, ChatShape(), request)
+    """A conversation to its next message, whole or as server-sent events."""
+    return await respond(service, lambda _: ChatShape(), request)
 
 
 async def _messages(service: Service, request: Request) -> Response:
-    return await respond(service, MessageShape(), request)
+    """The same in Anthropic's Messages API."""
+    return await respond(service, lambda _: MessageShape(), request)
 
 
 async def _count_tokens(service: Service, request: Request) -> Response:
     """The tokens of a message's prompt."""
 
-    def read(sent: Any) -> list[int]:
+    def read(model: Model, sent: Any) -> list[int]:
         fields = Fields(as_object("body", sent))
-        body = MessageShape().read_prompt(fields, {}, service.defaults, service.max_input_len)
-        service.require_model(body.model)
-        return service.decoder.token_ids(body.prompts[0], body.options)
+        return model.prompt_ids(MessageShape().read_prompt(fields, {}, model.defaults, model.max_input_len))
 
-    ids = await service.bodies.read(request, read, service.max_input_len)
-    return JSONResponse({"input_tokens": len(ids)})
+    return JSONResponse({"input_tokens": len(await service.read(request, read))})
 
 
 async def _models(service: Service, request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_describe(service)]})
+    """The models."""
+    return JSONResponse({"object": "list", "data": service.models.descriptions()})
 
 
 async def _model(service: Service, request: Request) -> Response:
-    service.require_model(request.path_params["model"])
-    return JSONResponse(_describe(service))
-
-
-def _describe(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.model,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "specrun",
-        "max_model_len": service.max_seq_len,
-    }
+    """One model, by its name or an alias."""
+    return JSONResponse(service.models.description(request.path_params["model"]))
 
 
 async def _tokenize(service: Service, request: Request) -> Response:
     """vLLM's: a ``prompt`` or ``messages`` to token ids."""
 
-    def read(body: Any) -> list[int]:
-        parsed = read_either(body, max_prompt_len=service.max_input_len)
-        service.require_model(parsed.model)
+    def read(model: Model, body: Any) -> dict[str, Any]:
+        parsed = read_either(body, max_prompt_len=model.max_input_len)
         if len(parsed.prompts) != 1:
             raise ApiError(400, "prompt: expected one text", "prompt")
-        return service.decoder.token_ids(parsed.prompts[0], parsed.options)
+        ids = model.prompt_ids(parsed)
+        return {"tokens": ids, "count": len(ids), "max_model_len": model.max_seq_len}
 
-    ids = await service.bodies.read(request, read, service.max_input_len)
-    return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.max_seq_len})
+    return JSONResponse(await service.read(request, read))
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
     """vLLM's: ``tokens`` to their text."""
 
-    def read(body: Any) -> str:
-        fields = Fields(as_object("body", body))
-        service.require_model(fields.take("model", arguments.text))
-        ids, vocab = fields.left.get("tokens"), service.decoder.target.graph.vocab_size
-        if isinstance(ids, list) and len(ids) > service.max_seq_len:
-            raise ApiError(400, f"tokens: {len(ids)} ids, expected at most {service.max_seq_len}", "tokens")
+    def read(model: Model, body: Any) -> str:
+        ids, vocab = as_object("body", body).get("tokens"), model.decoder.target.graph.vocab_size
+        if isinstance(ids, list) and len(ids) > model.max_seq_len:
+            raise ApiError(400, f"tokens: {len(ids)} ids, expected at most {model.max_seq_len}", "tokens")
         if not are_ids(ids) or any(token >= vocab for token in ids):
             raise ApiError(400, f"tokens: expected a list of ids from 0 to {vocab - 1}", "tokens")
-        return service.decoder.tokenizer.decode(ids, skip_special_tokens=False)
+        return model.decoder.tokenizer.decode(ids, skip_special_tokens=False)
 
-    return JSONResponse({"prompt": await service.bodies.read(request, read, service.max_input_len)})
+    return JSONResponse({"prompt": await service.read(request, read)})
 
 
 async def _health(service: Service, request: Request) -> Response:
-    if problem := service.engine.problem():
+    """Whether the loaded models work."""
+    if problem := service.models.problem():
         return JSONResponse({"status": "unhealthy", "reason": without_paths(problem)}, 503)
     return JSONResponse({"status": "ok"})
 
@@ -239,18 +226,31 @@ async def _health(service: Service, request: Request) -> Response:
 async def _ready(service: Service, request: Request) -> Response:
     """Whether a request would be taken now."""
     try:
-        service.engine.require_room(1)
+        service.models.require_room()
     except SpecError as error:
         return JSONResponse({"status": "not ready", "reason": without_paths(str(error))}, 503)
     return await _health(service, request)
 
 
 async def _metrics(service: Service, request: Request) -> Response:
-    return Response(service.metrics.page(service.engine), media_type=CONTENT_TYPE)
+    """Metrics for Prometheus."""
+    return Response(service.models.metrics(), media_type=CONTENT_TYPE)
 
 
 async def _version(service: Service, request: Request) -> Response:
+    """The server's release."""
     return JSONResponse({"version": __version__})
+
+
+async def _openapi(service: Service, request: Request) -> Response:
+    """This description, by OpenAPI."""
+    return JSONResponse(_description())
+
+
+async def _docs(service: Service, request: Request) -> Response:
+    """This description as a page."""
+    policy = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+    return HTMLResponse(openapi.page(_description()), headers=policy)
 
 
 async def _error(request: Request, error: Exception) -> Response:
@@ -269,3 +269,33 @@ async def _error(request: Request, error: Exception) -> Response:
 
 def _answer(error: ApiError) -> Response:
     return JSONResponse(error.body, error.status, error.headers)
+
+
+@cache
+def _description() -> dict[str, Any]:
+    operations = (openapi.Operation(method, path, handler.__doc__ or "") for method, path, handler in _ROUTES)
+    return openapi.describe([*operations])
+
+
+_ROUTES: Sequence[tuple[str, str, Callable[[Service, Request], Awaitable[Response]]]] = (
+    ("POST", "/v1/completions", _completions),
+    ("POST", "/v1/chat/completions", _chat),
+    ("POST", RESPONSES, response_routes.create),
+    ("POST", f"{RESPONSES}/input_tokens", response_routes.count_input_tokens),
+    ("GET", f"{RESPONSES}/{{id}}", response_routes.retrieve),
+    ("DELETE", f"{RESPONSES}/{{id}}", response_routes.delete),
+    ("GET", f"{RESPONSES}/{{id}}/input_items", response_routes.list_input_items),
+    ("POST", MESSAGES, _messages),
+    ("POST", f"{MESSAGES}/count_tokens", _count_tokens),
+    ("GET", "/v1/models", _models),
+    ("GET", "/v1/models/{model:path}", _model),
+    ("POST", "/tokenize", _tokenize),
+    ("POST", "/detokenize", _detokenize),
+    ("GET", "/health", _health),
+    ("GET", "/ready", _ready),
+    ("GET", "/metrics", _metrics),
+    ("GET", "/version", _version),
+    ("GET", "/openapi.json", _openapi),
+    ("GET", "/docs", _docs),
+)
+"""Methods, paths and handlers, whose docstrings describe them."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from anyio import to_thread
 from starlette.requests import ClientDisconnect, Request
 
 from specrun.kv_cache.host_memory import return_freed
+from specrun.openai.body import model_name
 from specrun.serve.engine import QueueFullError
 from specrun.serve.errors import ApiError
 from specrun.serve.json_body import parse
@@ -24,6 +26,7 @@ from specrun.serve.limits import (
 )
 
 T = TypeVar("T")
+M = TypeVar("M")
 
 _PAUSE = 2.0
 """Seconds without a large body for each second that one took: the interpreter's lock is for the streams then."""
@@ -34,37 +37,42 @@ class BodyReader:
 
     def __init__(self) -> None:
         self._check = LargeBodies()
-        self._large = asyncio.Semaphore()
-        self._num_waiting = 0
+        self._turn = asyncio.Semaphore()
+        """Held while a large body is looked at or read."""
+        self._num_large = 0
+        """Number of large bodies that have not been read."""
         self._num_received = 0
         """Bytes of bodies that have not come whole."""
 
-    async def read(self, request: Request, use: Callable[[Any], T], max_prompt_len: int) -> T:
-        """What ``use`` makes of the JSON of a body; it runs in a worker thread.
+    async def read(
+        self,
+        request: Request,
+        take: Callable[[str | None], Awaitable[M]],
+        use: Callable[[M, Any], T],
+        max_prompt_lens: Mapping[str | None, int | None],
+    ) -> T:
+        """What ``use`` makes of a model and the JSON of a body that names it; it runs in a worker thread.
 
-        max_prompt_len: tokens of the longest prompt that is taken. Raises ApiError for a body that is too large, too
-        slow, or no JSON, and QueueFullError where too many large ones wait.
+        take: gets a model by its name, and may wait for it. max_prompt_lens: tokens of the longest prompt that each
+        model takes. Raises ApiError for a body that is too large, too slow, or no JSON, and QueueFullError where too
+        many large ones wait.
         """
         data = await self._receive(request)
         if len(data) <= LARGE_BODY_BYTES:
-            return await to_thread.run_sync(lambda: use(parse(data)))
-        if self._num_waiting >= MAX_LARGE_BODIES:
+            value = await to_thread.run_sync(parse, data)
+            model = await take(model_name(value))
+            return await to_thread.run_sync(use, model, value)
+        if self._num_large > MAX_LARGE_BODIES:
             raise QueueFullError(f"{MAX_LARGE_BODIES} large bodies wait, and no more may")
-        self._num_waiting += 1
+        self._num_large += 1
         try:
-            await self._large.acquire()
+            async with self._turn:
+                name = await self._check.check(request.url.path, data, max_prompt_lens)
+            model = await take(name)
+            async with self._turn_and_pause():
+                return await to_thread.run_sync(_read_large, data, model, use)
         finally:
-            self._num_waiting -= 1
-        pause = 0.0
-        try:
-            await self._check.check(request.url.path, data, max_prompt_len)
-            began = time.perf_counter()
-            try:
-                return await to_thread.run_sync(_read_large, data, use)
-            finally:
-                pause = _PAUSE * (time.perf_counter() - began)
-        finally:
-            asyncio.get_running_loop().call_later(pause, self._large.release)
+            self._num_large -= 1
 
     async def _receive(self, request: Request) -> bytes:
         try:
@@ -90,13 +98,24 @@ class BodyReader:
         finally:
             self._num_received -= size
 
+    @asynccontextmanager
+    async def _turn_and_pause(self) -> AsyncIterator[None]:
+        """The turn of a large body, which lasts longer than the work."""
+        await self._turn.acquire()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            pause = _PAUSE * (time.perf_counter() - began)
+            asyncio.get_running_loop().call_later(pause, self._turn.release)
+
     async def close(self) -> None:
         """End the process that looks at large bodies."""
         await self._check.close()
 
 
-def _read_large(data: bytes, use: Callable[[Any], T]) -> T:
+def _read_large(data: bytes, model: M, use: Callable[[M, Any], T]) -> T:
     try:
-        return use(parse(data))
+        return use(model, parse(data))
     finally:
         return_freed()

@@ -20,8 +20,9 @@ _CODES: dict[type[SpecError], str] = {
     ContextLengthError: "context_length_exceeded",
     UnknownResponseError: "previous_response_not_found",
 }
-_PATH = re.compile(r"(?<![\w/:.~<])(?:/[^\s/:;,'\"()\[\]]+){2,}/?")
-"""An absolute path of two or more names."""
+_END = r"[^\s/:;,'\"()\[\]]"
+_PATH = re.compile(rf"(?<![\w/:.~<])/(?:{_END}(?:[^/:;,'\"()\[\]]*{_END})?/)+(?:{_END}+/?)?")
+"""An absolute path of two or more names; those of folders may have spaces."""
 
 
 class ApiError(Exception):

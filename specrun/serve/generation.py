@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from specrun.errors import RequestError
 from specrun.request.request import Request
@@ -30,9 +30,19 @@ class Generation:
     """
 
     def __init__(
-        self, engine: EngineThread, metrics: Metrics, requests: Sequence[Request], is_bounded: bool = False
+        self,
+        engine: EngineThread,
+        metrics: Metrics,
+        requests: Sequence[Request],
+        spend_tokens: Callable[[int], None] = lambda _count: None,
+        n: int = 1,
+        is_bounded: bool = False,
     ) -> None:
-        """is_bounded: whether updates are sent as they come, to a client that may not read them."""
+        """spend_tokens: counts those of prompts, each of which has ``n`` requests, and of answers as they come.
+
+        is_bounded: whether updates are sent as they come, to a client that may not read them.
+        """
+        self._spend_tokens, self._n = spend_tokens, n
         self._room = self._most = math.inf
         if is_bounded:
             each = limits.UNREAD_ENTRIES_PER_ANSWER * len(requests)
@@ -51,6 +61,7 @@ class Generation:
         """Raises QueueFullError, EngineStoppedError and RequestError."""
         self._began = time.perf_counter()
         self._submission = self._engine.submit(self._requests, self._receive)
+        self._spend_tokens(sum(len(request.prompt) for request in self._requests) // self._n)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,6 +87,7 @@ class Generation:
         """Count an update, in the event loop. Work counts even if the client has left."""
         now = time.perf_counter()
         if count := len(update.token_outputs):
+            self._spend_tokens(count)
             before = self._last[number]
             self._metrics.count_round(update, now - (before or self._began), is_first=not before)
             self._last[number] = now

@@ -12,6 +12,8 @@ from specrun.errors import RequestError
 ENVIRONMENT = "SPECRUN_API_KEY"
 _ALONE = "no_block_reuse"
 """Written behind a key: its texts share no prefix cache, whose speed tells what others have asked."""
+_LIMITS = ("requests_per_minute", "tokens_per_minute")
+"""Written behind a key as name=number."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,17 @@ class ApiKey:
     secret: bytes
     reuse_blocks: bool = True
     """True if its requests share the prefix cache with others."""
+    requests_per_minute: int | None = None
+    """Number of requests for answers; None: any number."""
+    tokens_per_minute: int | None = None
+    """Number of tokens of prompts and answers; None: any number."""
 
 
 def read_keys(path: Path | None) -> list[ApiKey]:
     """The keys of a file, one a line, and the one of the environment.
 
-    A line is a key, and ``no_block_reuse`` behind it or not; one that begins with ``#`` is a comment. Raises
-    RequestError.
+    A line is a key, and behind it ``no_block_reuse``, ``requests_per_minute=N``, ``tokens_per_minute=N``, or nothing;
+    one that begins with ``#`` is a comment. Raises RequestError.
     """
     keys = [_key(words) for words in _lines(path)] if path else []
     if path and not keys:
@@ -59,11 +65,17 @@ def _lines(path: Path) -> list[list[str]]:
 
 def _key(words: list[str]) -> ApiKey:
     secret, *rest = words
-    if rest not in ([], [_ALONE]):
-        raise RequestError(f"--api_key_file: behind a key stands {rest[0]!r}; expected nothing or {_ALONE}")
+    limits: dict[str, int] = {}
+    for word in rest:
+        name, _, number = word.partition("=")
+        if name in _LIMITS and number.isascii() and number.isdecimal() and int(number) > 0 and name not in limits:
+            limits[name] = int(number)
+        elif word != _ALONE:
+            expected = f"nothing, {_ALONE}, or once {' and '.join(f'{one}=N' for one in _LIMITS)}"
+            raise RequestError(f"--api_key_file: behind a key stands {word!r}; expected {expected}")
     if not (secret.isascii() and secret.isprintable()) or " " in secret or len(secret) < 8:
         raise RequestError(
             "an API key has at least 8 characters, all of them letters, digits and signs of ASCII; one of them is not, "
             "a line end behind the key perhaps"
         )
-    return ApiKey(secret.encode(), not rest)
+    return ApiKey(secret.encode(), _ALONE not in rest, **limits)

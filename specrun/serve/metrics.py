@@ -6,25 +6,49 @@ https://docs.vllm.ai/en/latest/design/metrics.html
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from specrun.request.updates import Ended, Update
 from specrun.serve.engine import EngineThread
 
+_Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
-class Metrics:
-    """Counts what the event loop sees. The gauges are read from the engine when metrics are requested."""
+class MetricFamilies:
+    """The metrics of all models. Each is declared by the first model that counts it."""
 
-    def __init__(self, prefix: str, model: str) -> None:
-        """prefix: of every name, as in ``specrun:num_requests_running``. model: the label ``model_name``."""
-        self._prefix, self._model, self._registry = prefix, model, CollectorRegistry()
+    def __init__(self, prefix: str) -> None:
+        """prefix: of every name, as in ``specrun:num_requests_running``."""
+        self._prefix, self._registry = prefix, CollectorRegistry()
+        self._made: dict[str, Any] = {}
+
+    def get(self, kind: type[_Kind], name: str, text: str, *labels: str, **more: Any) -> _Kind:
+        """The family of a name, whose labels are ``model_name`` and ``labels``."""
+        if name not in self._made:
+            full = f"{self._prefix}:{name}"
+            self._made[name] = kind(full, text, ["model_name", *labels], registry=self._registry, **more)
+        made: _Kind = self._made[name]
+        return made
+
+    def text(self) -> bytes:
+        """All of them, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class Metrics:
+    """Counts what the event loop sees of one model. The gauges are read from engines when metrics are requested."""
+
+    def __init__(self, families: MetricFamilies, model: str) -> None:
+        """model: the label ``model_name``."""
+        self._families, self._model = families, model
+        self._loaded = self._gauge("model_loaded", "1 where the model is loaded, 0 where it sleeps.")
         self._running = self._gauge("num_requests_running", "Requests that have a row.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a row.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a row, or for the model.")
         self._cache_usage = self._gauge(
             "kv_cache_usage_perc", "Share of the KV cache that requests have taken, 0 to 1."
         )
@@ -35,18 +59,13 @@ class Metrics:
         self._rounds = self._counter("spec_decode_num_drafts", "Rounds with draft tokens.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Draft tokens.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.")
-        self._accepted_at = Counter(
-            f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
+        self._accepted_at = families.get(
+            Counter,
+            "spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens at each place of a round.",
-            ["model_name", "position"],
-            registry=self._registry,
+            "position",
         )
-        self._ended = Counter(
-            f"{prefix}:request_success",
-            "Requests that ended.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
-        )
+        self._ended = families.get(Counter, "request_success", "Requests that ended.", "finished_reason")
         self._queue_time = self._histogram("request_queue_time_seconds", "Waiting for a row.", _SECONDS)
         self._first_token = self._histogram("time_to_first_token_seconds", "To the first token.", _SECONDS)
         self._between = self._histogram("inter_token_latency_seconds", "Between the tokens of a request.", _SECONDS)
@@ -77,23 +96,21 @@ class Metrics:
         self._queue_time.observe(ended.stats.queue_seconds)
         self._whole.observe(seconds)
 
-    def page(self, engine: EngineThread) -> bytes:
-        """What ``/metrics`` answers: ``text`` with what the engine does now."""
-        self._running.set(engine.num_running)
-        self._waiting.set(engine.num_waiting)
-        self._cache_usage.set(engine.cache_usage)
-        return self.text()
+    def show(self, engines: Sequence[EngineThread], num_waiting: int) -> None:
+        """Set the gauges to what the model's engines do now. It has none while it sleeps.
 
-    def text(self) -> bytes:
-        """The counts, in Prometheus' text format."""
-        return generate_latest(self._registry)
+        num_waiting: requests that wait until the model is loaded.
+        """
+        self._loaded.set(bool(engines))
+        self._running.set(sum(engine.num_running for engine in engines))
+        self._waiting.set(num_waiting + sum(engine.num_waiting for engine in engines))
+        self._cache_usage.set(max((engine.cache_usage for engine in engines), default=0))
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"{self._prefix}:{name}", text, ["model_name"], registry=self._registry).labels(self._model)
+        return self._families.get(Gauge, name, text).labels(self._model)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"{self._prefix}:{name}", text, ["model_name"], registry=self._registry).labels(self._model)
+        return self._families.get(Counter, name, text).labels(self._model)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        made = Histogram(f"{self._prefix}:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
-        return made.labels(self._model)
+        return self._families.get(Histogram, name, text, buckets=buckets).labels(self._model)

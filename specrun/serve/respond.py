@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from anyio import to_thread
 from starlette.requests import Request
@@ -19,35 +19,36 @@ from specrun.errors import SpecError
 from specrun.openai.answers import Answer, speculation, usage
 from specrun.openai.body import OpenAIBody
 from specrun.openai.shapes import Head, Shape
+from specrun.serve.departure import ClientLeftError, unless_client_leaves
 from specrun.serve.errors import as_api_error
 from specrun.serve.generation import Generation
 from specrun.serve.log import shown, write
-from specrun.serve.service import Service, requests_of
+from specrun.serve.model import Model, requests_of
+from specrun.serve.service import Service
+from specrun.serve.tracing import TracedAnswers
 
-T = TypeVar("T")
 LARGE_ANSWER = 1000
 """Tokens of an answer that is written by a worker thread."""
 MAX_LOGGED_FIELDS = 32
 """Number of unknown fields of a body that the log names."""
 
 
-class ClientLeftError(Exception):
-    """Nobody reads the answer any more."""
+async def respond(service: Service, make_shape: Callable[[Model], Shape], request: Request) -> Response:
+    """The answer to a body, in the shape that is made for its model. Raises ApiError and RequestError."""
 
-
-async def respond(service: Service, shape: Shape, request: Request) -> Response:
-    """The answer to a completion's or a chat's body. Raises ApiError and RequestError."""
-
-    def read(sent: Any) -> tuple[OpenAIBody, Sequence[Answer]]:
-        body = shape.read(sent, service.defaults, service.max_input_len)
+    def read(model: Model, sent: Any) -> _Exchange:
+        shape = make_shape(model)
+        body = shape.read(sent, model.defaults, model.max_input_len)
         if body.ignored:
             write("ignored", {"id": request.state.id, "fields": [*map(shown, body.ignored[:MAX_LOGGED_FIELDS])]})
-        return body, service.answers(body, request.state.key)
+        return _Exchange(model, shape, body, model.answers(body, key), spend_tokens)
 
-    body, answers = await service.bodies.read(request, read, service.max_input_len)
-    exchange = _Exchange(service, shape, body, answers)
-    request.state.log = exchange.log_fields()
-    if body.stream:
+    key = request.state.key
+    service.rates.admit(key)
+    spend_tokens = partial(service.rates.spend_tokens, key)
+    exchange = await service.read(request, read)
+    request.state.log, request.state.traced = exchange.log_fields(service.log_prompts), exchange.traced
+    if exchange.is_streamed:
         return _EventStream(exchange, request.state.log)
     try:
         return await unless_client_leaves(request.receive, exchange.whole())
@@ -58,14 +59,31 @@ async def respond(service: Service, shape: Shape, request: Request) -> Response:
 class _Exchange:
     """One body and its answer."""
 
-    def __init__(self, service: Service, shape: Shape, body: OpenAIBody, answers: Sequence[Answer]) -> None:
-        self._service, self._shape, self._body, self._answers = service, shape, body, answers
-        self._head = Head(uuid.uuid4().hex, int(time.time()), service.model)
+    def __init__(
+        self,
+        model: Model,
+        shape: Shape,
+        body: OpenAIBody,
+        answers: Sequence[Answer],
+        spend_tokens: Callable[[int], None],
+    ) -> None:
+        """spend_tokens: counts tokens of the prompts and the answers."""
+        self._spend_tokens = spend_tokens
+        self._model, self._shape, self._body, self._answers = model, shape, body, answers
+        self._head = Head(uuid.uuid4().hex, int(time.time()), model.name)
+        self.traced = TracedAnswers(model.name, body, answers)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer comes in events."""
+        return self._body.stream
 
     def generation(self) -> Generation:
         """A new generation of the answers."""
         requests = requests_of(self._answers)
-        return Generation(self._service.engine, self._service.metrics, requests, is_bounded=self._body.stream)
+        self.traced.began = time.time_ns()
+        model, spend = self._model, self._spend_tokens
+        return Generation(model.engine, model.metrics, requests, spend, self._body.n, is_bounded=self._body.stream)
 
     async def whole(self) -> Response:
         """The answer in one piece. Raises ApiError where a request failed."""
@@ -101,10 +119,10 @@ class _Exchange:
         for event in last:
             await send(event)
 
-    def log_fields(self) -> dict[str, Any]:
-        """What the log says of the body. Prompts only where the server was told to."""
-        fields = {"answers": len(self._answers), "stream": self._body.stream}
-        return fields | ({"prompts": list(self._body.prompts)} if self._service.log_prompts else {})
+    def log_fields(self, with_prompts: bool) -> dict[str, Any]:
+        """What the log says of the body."""
+        fields = {"model": self._model.name, "answers": len(self._answers), "stream": self._body.stream}
+        return fields | ({"prompts": list(self._body.prompts)} if with_prompts else {})
 
     def log_results(self) -> dict[str, Any]:
         """What the log says of the answer."""
@@ -140,25 +158,3 @@ class _EventStream(Response):
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._fields.update(self._exchange.log_results())
-
-
-async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns. Raises ClientLeftError, and ends the work, as soon as the client closes its connection.
-
-    The body must have been read.
-    """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientLeftError
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _departure(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

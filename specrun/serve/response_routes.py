@@ -13,6 +13,7 @@ from specrun.errors import RequestError
 from specrun.openai.response_items import StoredResponse
 from specrun.openai.responses import ResponseShape
 from specrun.serve.errors import ApiError
+from specrun.serve.model import Model
 from specrun.serve.respond import respond
 from specrun.serve.service import Service
 
@@ -23,18 +24,16 @@ DEFAULT_LISTED = 20
 
 async def create(service: Service, request: Request) -> Response:
     """The response to a body."""
-    return await respond(service, _shape(service, request), request)
+    return await respond(service, lambda model: _shape(service, model, request), request)
 
 
 async def count_input_tokens(service: Service, request: Request) -> Response:
     """The number of tokens that a body's prompt has."""
 
-    def read(sent: Any) -> list[int]:
-        body = _shape(service, request).read(sent, service.defaults, service.max_input_len)
-        service.require_model(body.model)
-        return service.decoder.token_ids(body.prompts[0], body.options)
+    def read(model: Model, sent: Any) -> list[int]:
+        return model.prompt_ids(_shape(service, model, request).read(sent, model.defaults, model.max_input_len))
 
-    ids = await service.bodies.read(request, read, service.max_input_len)
+    ids = await service.read(request, read)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
@@ -73,11 +72,11 @@ async def list_input_items(service: Service, request: Request) -> Response:
     return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
 
 
-def _shape(service: Service, request: Request) -> ResponseShape:
-    """The shape of the answer to one caller."""
+def _shape(service: Service, model: Model, request: Request) -> ResponseShape:
+    """The shape of a model's answer to one caller."""
     key, store = request.state.key, service.responses
     keep = partial(store.put, key) if store.keeps else None
-    return ResponseShape(partial(store.find, key), keep, service.fits)
+    return ResponseShape(partial(store.find, key), keep, model.fits)
 
 
 def _stored(service: Service, request: Request) -> StoredResponse:

@@ -28,8 +28,15 @@ class Server:
 @contextmanager
 def serving(engines: Path, *options: str, within: Sequence[str] = ()) -> Iterator[Server]:
     """``within`` is a command that runs it."""
-    arguments = ["--engine_dir", str(engines / "target"), "--draft_engine_dir", str(engines / "draft"), "--port", "0"]
-    command = [*within, sys.executable, "-m", "specrun", "serve", *arguments, *options]
+    pair = ("--engine_dir", str(engines / "target"), "--draft_engine_dir", str(engines / "draft"))
+    with serving_with(*pair, *options, within=within) as server:
+        yield server
+
+
+@contextmanager
+def serving_with(*options: str, within: Sequence[str] = ()) -> Iterator[Server]:
+    """The same, with all that it serves among the options."""
+    command = [*within, sys.executable, "-m", "specrun", "serve", "--port", "0", *options]
     with NamedTemporaryFile() as log:
         process = subprocess.Popen(command, stderr=log)
         path = Path(log.name)

@@ -9,7 +9,7 @@ from specrun.request.request import Request
 from specrun.request.stats import speculative_decoding
 from specrun.request.updates import UpdateCursor
 from specrun.sampling.sampler import SamplingParams
-from specrun.serve.metrics import Metrics
+from specrun.serve.metrics import MetricFamilies, Metrics
 from tests.helpers.tables import normal, open_tables
 
 
@@ -19,7 +19,8 @@ def test_every_round_is_counted_where_an_update_has_several(tmp_path: Path) -> N
     decoder = open_tables(tmp_path, target, target + normal(2, 24, 24, scale=0.3), draft_len=4)
     request = Request([1], SamplingParams(), 40)
     decoder.scheduler.add(request)
-    cursor, metrics, updates = UpdateCursor(request), Metrics("specrun", "m"), []
+    cursor, families, updates = UpdateCursor(request), MetricFamilies("specrun"), []
+    metrics = Metrics(families, "m")
     while len(decoder.scheduler):
         for _ in range(3):
             decoder.scheduler.step()
@@ -27,7 +28,7 @@ def test_every_round_is_counted_where_an_update_has_several(tmp_path: Path) -> N
             updates.append(update)
             metrics.count_round(update, 0.1, is_first=len(updates) == 1)
     assert max(len(update.steps) for update in updates) == 3
-    found, page = speculative_decoding([request.stats]), metrics.text().decode()
+    found, page = speculative_decoding([request.stats]), families.text().decode()
     counts = {
         name: float(value) for name, value in re.findall(r"^specrun:spec_decode_(\w+)_total\S* (\S+)$", page, re.M)
     }

@@ -44,7 +44,7 @@ async def looking() -> AsyncIterator[LargeBodies]:
 
 async def refusal(bodies: LargeBodies, path: str, data: bytes) -> ApiError | None:
     try:
-        await bodies.check(path, data, 48)
+        assert await bodies.check(path, data, {None: 48, "other": None}) is None
     except ApiError as error:
         return error
     return None
@@ -60,7 +60,8 @@ def test_bodies_one_after_the_other() -> None:
                 assert error is not None and error.status == 400 and error.param == param and message in error.message
             error = await refusal(bodies, COMPLETION, b'{"prompt": ')
             assert error is not None and "the body is not JSON" in error.message
-            assert await refusal(bodies, "/elsewhere", b"no JSON") is None
+            error = await refusal(bodies, "/elsewhere", b"no JSON")
+            assert error is not None and "the body is not JSON" in error.message
 
     asyncio.run(check())
 
@@ -86,7 +87,7 @@ def test_a_process_that_was_killed_is_started_again() -> None:
 def test_a_process_that_never_works_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         async with looking() as bodies:
-            assert await refusal(bodies, COMPLETION, b'{"prompt": ') is None
+            assert await refusal(bodies, COMPLETION, b'{"prompt": 1.5}') is None
 
     for program in ("/bin/false", "/nowhere"):
         monkeypatch.setattr("sys.executable", program)
@@ -97,7 +98,7 @@ def test_a_client_that_left_takes_no_answer_from_the_next() -> None:
     async def check() -> None:
         async with looking() as bodies:
             path, body, *_ = REFUSED[0]
-            asked = asyncio.create_task(bodies.check(path, json.dumps(body).encode(), 48))
+            asked = asyncio.create_task(bodies.check(path, json.dumps(body).encode(), {None: 48}))
             await asyncio.sleep(0.01)
             asked.cancel()
             with pytest.raises(asyncio.CancelledError):
