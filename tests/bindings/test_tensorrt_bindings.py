@@ -18,6 +18,7 @@ from tests.bindings.stubs import ROOT, SOURCES, check, copy, guards, has
 
 IMPORTING = {"import_module", "import_package", "__import__"}
 ONLY_LOAD_IT = {
+    "specrun/devices/rtx_plugins.py",
     "specrun/gpu/backend.py",
     "specrun/evaluation/report/page.py",
     "specrun/optional_packages.py",

@@ -115,8 +115,9 @@ def test_logits_are_those_of_transformers(engine_of: Callable[..., Path], family
 
 
 @pytest.mark.quick("int4-bfloat16", "int8-float16")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("qformat", ["int8", "int4", "int4_sym"])
+@pytest.mark.parametrize(
+    ("qformat", "dtype"), [("int8", "float16"), ("int8", "bfloat16"), ("int4", "bfloat16"), ("int4_sym", "float16")]
+)
 def test_logits_of_weights_in_few_bits(engine_of: Callable[..., Path], qformat: str, dtype: str) -> None:
     """Those of the CPU, whose products round inputs to 8 bits; tied embeddings are looked up in the head's codes."""
     engine = engine_of("llama3.2", dtype, qformat=qformat)

@@ -13,8 +13,9 @@ import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts import gpu_check
 from scripts.benchmarks.gpu import models
+from scripts.benchmarks.gpu.results import Results
+from scripts.benchmarks.gpu.sizes import SIZES
 from scripts.grow_checkpoint import main as grow_checkpoint
 from scripts.make_demo_pair import recipe
 from specbuild.cli import main as specbuild
@@ -213,17 +214,14 @@ def test_gpu_check_makes_its_models(pair: Path, tmp_path: Path, monkeypatch: pyt
         assert done.exit_code == 0, done.stderr
 
     monkeypatch.setattr(models, "_run", run)
-    command: list[str | Path] = ["--here", "--part", "models", "--size", "tiny"]
-    command += ["--work_dir", tmp_path / "work", "--output", tmp_path / "check.json"]
+    results = Results.in_file(tmp_path / "check.json")
 
     def check() -> None:
         with all_cores():
-            result = CliRunner().invoke(gpu_check.main, [str(part) for part in command], catch_exceptions=False)
-        assert result.exit_code == 0, result.stderr
+            models.make_checkpoints(results, SIZES["tiny"], tmp_path / "work")
 
     check()
-    made = json.loads((tmp_path / "check.json").read_text())["models"]
-    assert made.keys() == {"target", "draft"}
+    assert results.figures.keys() == {"target", "draft"}
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")}
     graph = json.loads((tmp_path / "work" / "onnx" / "target" / "config.json").read_text())["graph"]
     assert graph["vocab_size"] == 2500
