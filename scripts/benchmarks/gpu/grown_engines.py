@@ -26,7 +26,6 @@ from specrun.engine_dir.config import (
     CONFIG_NAME,
     LAYER_WEIGHTS_NAME,
     LAYERS_NAME,
-    BuildConfig,
     EngineConfig,
     describe_file,
 )
@@ -75,7 +74,7 @@ def write_grown_engine(results: Results, grown: GrownModel, directory: Path, row
             shutil.copyfile(grown.source / name, work / name)
         files = (LAYERS_NAME, LAYER_WEIGHTS_NAME, *copied)
         written = {
-            "build_config": BuildConfig(**{**dict(config.build_config), "max_batch_size": rows}),
+            "build_config": config.build_config.model_copy(update={"max_batch_size": rows}),
             "tokenizer": describe_tokenizer(work),
             "pretrained_config": grown.model.config.to_dict(),
             "files": {name: describe_file(work / name) for name in files},

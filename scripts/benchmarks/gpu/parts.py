@@ -12,7 +12,6 @@ from scripts.benchmarks.gpu.card import measure_card
 from scripts.benchmarks.gpu.checks import run_sanitizer, run_tests
 from scripts.benchmarks.gpu.engines import measure_engine
 from scripts.benchmarks.gpu.kernels import time_kernels
-from scripts.benchmarks.gpu.load import measure_first_token, measure_long_texts, measure_queue
 from scripts.benchmarks.gpu.models import ROLES, build_pair, engine_dir
 from scripts.benchmarks.gpu.own_engine import measure_own_engine
 from scripts.benchmarks.gpu.pairs import measure_lengths, measure_pair, soak_pair
@@ -21,6 +20,7 @@ from scripts.benchmarks.gpu.profiles import measure_kernels_of_passes
 from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import SIZES, Size
 from scripts.benchmarks.gpu.tables import measure_rounds, soak_tables
+from scripts.benchmarks.gpu.under_load import measure_first_token, measure_long_texts, measure_queue
 from specrun.devices.cuda import CudaDevice
 from specrun.gpu.kernels import open_gpu
 

@@ -154,7 +154,7 @@ def _write_recurrent_layers(name: str, model: ir.Model, graph: GraphInfo) -> tup
     why_not = "it has no operator for them"
     if name == "tensorrt_rtx":
         try:
-            rtx_plugins.load()
+            rtx_plugins.load_for_parser()
         except BackendError as error:
             why_not = str(error)
         else:

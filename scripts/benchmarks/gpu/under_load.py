@@ -19,7 +19,7 @@ from specrun.sampling.sampler import SamplingParams
 from specrun.text.tokenizer import load_tokenizer
 
 
-def _random_prompts(decoder: SpeculativeDecoder, target: Path, count: int, length: int) -> list[list[int]]:
+def _random_prompts(target: Path, count: int, length: int) -> list[list[int]]:
     """Ids that texts have: the vocabulary of a grown model has others too."""
     ids = np.random.default_rng(0).integers(3, load_tokenizer(target).get_vocab_size(), (count, length))
     return [list(map(int, row)) for row in ids]
@@ -33,7 +33,7 @@ def measure_long_texts(results: Results, target: Path, draft: Path, draft_len: i
     with SpeculativeDecoder.open(target, draft, DraftTargetConfig(draft_len, warm_up=False)) as decoder:
         for length in size.long_texts:
             for rows in sorted({1, decoder.max_batch_size}):
-                prompts = _random_prompts(decoder, target, rows, length - size.output_len - draft_len - 1)
+                prompts = _random_prompts(target, rows, length - size.output_len - draft_len - 1)
                 requests = [Request(prompt, SamplingParams(), size.output_len) for prompt in prompts]
                 work = partial(_compare, decoder=decoder, requests=requests, repetitions=size.repetitions)
                 results.part(f"{length} tokens").attempt(f"batch {rows}", work)
@@ -47,13 +47,13 @@ def measure_queue(results: Results, target: Path, draft: Path, draft_len: int, s
     """Tokens a second while requests of many lengths wait for the rows: every row is busy until the queue is empty."""
     with SpeculativeDecoder.open(target, draft, DraftTargetConfig(draft_len, reuse_blocks=False)) as decoder:
         lens = np.random.default_rng(0).integers(size.output_len // 3, size.output_len, size.queued, endpoint=True)
-        prompts = _random_prompts(decoder, target, size.queued, min(64, size.max_input_len))
+        prompts = _random_prompts(target, size.queued, min(64, size.max_input_len))
         requests = [
             Request(prompt, SamplingParams(), int(length)) for prompt, length in zip(prompts, lens, strict=True)
         ]
-        for name, own_len in (("alone", 0), ("pair", None)) * 2:  # The first turn allocates and records.
+        for name, fixed_draft_len in (("alone", 0), ("pair", None)) * 2:  # The first turn allocates and records.
             began = time.perf_counter()
-            decode(decoder, requests, own_len)
+            decode(decoder, requests, fixed_draft_len)
             results.put(**{name: float(lens.sum()) / (time.perf_counter() - began)})
     results.put(requests=size.queued, speedup=results.figures["pair"] / results.figures["alone"])
 
@@ -63,9 +63,9 @@ def measure_first_token(results: Results, target: Path, draft: Path, draft_len: 
     config = DraftTargetConfig(draft_len, reuse_blocks=False, warm_up=False)
     with SpeculativeDecoder.open(target, draft, config) as decoder:
         for length in size.prompts:
-            (prompt,) = _random_prompts(decoder, target, 1, length)
+            (prompt,) = _random_prompts(target, 1, length)
             requests = [Request(prompt, SamplingParams(), 2)]
-            for name, own_len in (("alone", 0), ("pair", None)):
-                runs = [decode(decoder, requests, own_len)[0].stats for _ in range(size.repetitions + 1)]
+            for name, fixed_draft_len in (("alone", 0), ("pair", None)):
+                runs = [decode(decoder, requests, fixed_draft_len)[0].stats for _ in range(size.repetitions + 1)]
                 seconds = statistics.median(stats.first_token_seconds for stats in runs[1:])
                 results.part(f"{length} tokens").put(**{name: seconds})
