@@ -63,8 +63,9 @@ class RankGroup:
         """Number of ranks on this machine; these are the first ones."""
         self._processes: dict[int, int] = {}
         """Process IDs of the ranks on this machine, by rank."""
-        self._selector = selectors.DefaultSelector()
         command = [_mpiexec(), *_placed(hosts), "-n", str(ranks)]
+        _require_shared_memory(directory, self.here)
+        self._selector = selectors.DefaultSelector()
         command += [sys.executable, "-P", "-X", "faulthandler", "-m", "specrun.backends.cpu_ranks.process"]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (It is open as long as they run.)
         # Only this user may enter the folder, and it is not needed once all ranks are connected.
@@ -188,9 +189,6 @@ class RankGroup:
 
     def _not_started(self, ranks: int) -> BackendError:
         advice = f"; does 'ssh {self._hosts[-1]}' need no password?" if self._hosts else ""
-        with suppress(OSError):
-            if (free := shutil.disk_usage(_SHARED_MEMORY).free) < self.here * _SHARED_BYTES:
-                advice = f"; {_SHARED_MEMORY} has {free >> 10} kB left: make it larger (docker run --shm-size)"
         return BackendError(f"{self._directory}: its {ranks} ranks did not start{self._said()}{advice}")
 
     def _lose(self, what: str) -> NoReturn:
@@ -262,6 +260,16 @@ def num_here(ranks: int, hosts: Sequence[str]) -> int:
 def _placed(hosts: Sequence[str]) -> list[str]:
     """What tells ``mpiexec`` of the machines."""
     return ["-hosts", ",".join(f"{host}:{len([*same])}" for host, same in groupby(hosts))] if hosts else []
+
+
+def _require_shared_memory(directory: Path, ranks: int) -> None:
+    """Raises BackendError where /dev/shm is too small: there MPICH's ranks end with a bus error."""
+    with suppress(OSError):
+        if (free := shutil.disk_usage(_SHARED_MEMORY).free) < (need := ranks * _SHARED_BYTES):
+            raise BackendError(
+                f"{directory}: {_SHARED_MEMORY} has {free >> 10} kB left, and {ranks} ranks need {need >> 10}: "
+                "make it larger (docker run --shm-size)"
+            )
 
 
 def _mpiexec() -> str:
