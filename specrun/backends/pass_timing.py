@@ -19,7 +19,7 @@ _POSITIONS, _MOST_POSITIONS = 256, 2048
 _ROWS = (1, 4, 16)
 _MOST_TOKENS = 128
 """Tokens of a pass over several rows. Larger passes take long, and their times follow from these."""
-_TURNS, _SECONDS = 3, 10.0
+_TURNS, _SECONDS = 16, 5.0
 """Passes of each size, and after how many seconds no further turn begins."""
 
 
@@ -47,10 +47,8 @@ def time_passes(backend: Backend) -> PassTimes:
     taken: list[list[float]] = []
     while not taken or (len(taken) < _TURNS and time.monotonic() - began < _SECONDS):
         taken.append([pass_seconds for batch in rows for pass_seconds in _seconds(backend, batch, sizes[batch])])
-    turns = np.array(taken)
-    # Machines get faster and slower within seconds. So sizes are compared within a turn, not with another turn's.
-    pace = np.exp(np.log(turns).mean(1, keepdims=True))
-    measured = iter((np.median(turns / pace, axis=0) * pace.min()).tolist())
+    # Other work only makes passes longer. The second shortest, because a machine may get slower within the first turn.
+    measured = iter(np.sort(taken, axis=0)[min(1, len(taken) - 1)].tolist())
     seconds = []
     for batch in rows:
         batch_seconds = list(itertools.islice(measured, len(sizes[batch])))
