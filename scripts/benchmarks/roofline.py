@@ -20,6 +20,7 @@ import click
 import numpy as np
 import onnx_ir as ir
 
+from specbuild.compilers.cpu.fused_layers import split_layers
 from specrun import cpu_operators
 from specrun.backends.ort import OrtBackend
 from specrun.backends.ort_session import session_options
@@ -105,6 +106,7 @@ def main(engines: tuple[Path, ...], widths: tuple[int, ...], json_file: Path | N
     results: dict[str, Any] = {}
     for directory in engines:
         graph = ir.load(directory / GRAPH_NAME).graph
+        split_layers(graph)
         work, seconds = work_of(graph), seconds_of(directory, widths)
         copy, product = copy_speed(), product_speed(graph)
         click.echo(

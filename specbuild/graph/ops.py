@@ -143,11 +143,14 @@ def _drop_needless_casts(graph: ir.Graph) -> None:
     """Let readers of a Cast from float32 to float32 read its input, as patterns of nodes are looked for later."""
     for node in [node for node in graph if node.op_type == "Cast"]:
         x, y = node.inputs[0], node.outputs[0]
-        if x is None or x.dtype != ir.DataType.FLOAT or y.is_graph_output():
+        if x is None or x.dtype != ir.DataType.FLOAT or node.attributes["to"].as_int() != ir.DataType.FLOAT:
             continue
-        if node.attributes["to"].as_int() == ir.DataType.FLOAT:
-            y.replace_all_uses_with(x)
-            graph.remove(node, safe=True)
+        if y.is_graph_output():  # Logits: a copy of megabytes where the vocabulary is large.
+            if x.producer() is None or x.is_graph_output():
+                continue
+            x.name, x.shape, y.name = y.name, y.shape, None
+        y.replace_all_uses_with(x, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
 
 
 def all_nodes(model: ir.Model) -> list[ir.Node]:

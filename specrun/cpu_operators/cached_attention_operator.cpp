@@ -12,10 +12,6 @@
 // packed: keys have 8.
 #include <algorithm>
 #include <cstring>
-#include <initializer_list>
-#include <memory>
-#include <new>
-#include <utility>
 
 #include "cached_attention.h"
 #include "operator.h"
@@ -26,47 +22,16 @@ namespace {
 using ort::Status;
 using ort::Tensor;
 
-struct Kernel {
-    const void* const* api;
-    int64_t rotated, interleaved, window, chunk, as_queries, value_bits;
-    float scale, softcap;
+struct Settings {
+    int64_t rotated = 0, interleaved = 0, window = 0, chunk = 0, as_queries = 0, value_bits = 32;
+    float scale = 0, softcap = 0;
 };
 
-enum Input : size_t { kQ, kK, kV, kPastKeys, kPastValues, kWriteIndices, kCos, kSin, kSinks, kInputs };
-enum Output : size_t { kY, kKeys, kValues, kOutputs };
-
-// The type of an input. kPacked: of PackedCachedAttention.
-template <bool kPacked>
-ort::Type type_of(size_t input) {
-    if (input == kWriteIndices) return ort::Type::kInt64;
-    return kPacked && (input == kPastKeys || input == kPastValues) ? ort::Type::kUint8 : ort::Type::kFloat;
-}
-
-template <bool kPacked>
-Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** created) {
-    auto kernel = std::unique_ptr<Kernel>(new (std::nothrow) Kernel{});
-    if (!kernel) return ort::create_status(api, ort::kRuntimeException, "CachedAttention: no memory");
-    kernel->api = api;
-    RETURN_IF_FAILED(ort::integer_attribute(api, info, "rotated", &kernel->rotated));
-    RETURN_IF_FAILED(ort::integer_attribute(api, info, "interleaved", &kernel->interleaved));
-    RETURN_IF_FAILED(ort::integer_attribute(api, info, "window", &kernel->window));
-    RETURN_IF_FAILED(ort::float_attribute(api, info, "scale", &kernel->scale));
-    ort::ignore_failure(api, ort::integer_attribute(api, info, "chunk", &kernel->chunk));
-    ort::ignore_failure(api, ort::integer_attribute(api, info, "as_queries", &kernel->as_queries));
-    ort::ignore_failure(api, ort::float_attribute(api, info, "softcap", &kernel->softcap));
-    kernel->value_bits = 32;
-    if (kPacked) RETURN_IF_FAILED(ort::integer_attribute(api, info, "value_bits", &kernel->value_bits));
-    const bool has_bits = !kPacked || kernel->value_bits == 8 || kernel->value_bits == 4;
-    const bool is_odd = kernel->rotated < 0 || kernel->rotated % 2 || kernel->window < 0 || kernel->chunk < 0;
-    if (!has_bits || is_odd || (kernel->window && kernel->chunk) || !(kernel->softcap >= 0)) {
-        return ort::fail(api, "CachedAttention: attributes out of range");
-    }
-    *created = kernel.release();
-    return nullptr;
-}
+enum Input : size_t { kQ, kK, kV, kPastKeys, kPastValues, kWriteIndices, kCos, kSin, kSinks, kAllInputs };
+enum Output : size_t { kY, kKeys, kValues, kAllOutputs };
 
 // Sizes that agree with each other, and positions within the cache.
-bool are_right(const Kernel& kernel, const Tensor (&inputs)[kInputs], specrun::CachedAttention* all) {
+bool are_right(const Settings& kernel, const Tensor (&inputs)[kAllInputs], specrun::CachedAttention* all) {
     const Tensor &q = inputs[kQ], &k = inputs[kK], &past = inputs[kPastKeys], &indices = inputs[kWriteIndices];
     const auto is = [](const Tensor& tensor, int64_t elements) {
         return tensor.elements == static_cast<size_t>(elements);
@@ -109,63 +74,83 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[kInputs], specrun::C
 }
 
 template <bool kPacked>
-Status* compute(void* pointer, ort::KernelContext* context) {
-    const Kernel& kernel = *static_cast<const Kernel*>(pointer);
-    Tensor inputs[kInputs];
-    ort::Type types[kInputs];
-    for (size_t index = 0; index < kInputs; ++index) types[index] = type_of<kPacked>(index);
-    RETURN_IF_FAILED(ort::read_all(kernel.api, context, types, inputs));
-    specrun::CachedAttention all{};
-    if (!are_right(kernel, inputs, &all)) {
-        return ort::fail(kernel.api, "CachedAttention: sizes that do not fit, or positions beyond the cache");
+struct Kernel {
+    static constexpr const char* kName = kPacked ? "PackedCachedAttention" : "CachedAttention";
+    static constexpr size_t kInputs = kAllInputs, kOutputs = kAllOutputs;
+    static ort::Type type_of(size_t index) {
+        if (index == kWriteIndices) return ort::Type::kInt64;
+        return kPacked && (index == kPastKeys || index == kPastValues) ? ort::Type::kUint8 : ort::Type::kFloat;
     }
-    const Tensor heads{nullptr, ort::Type::kFloat, 0, 4, {all.batch, all.tokens, all.q_heads, all.value_width}};
-    RETURN_IF_FAILED(ort::make_output(kernel.api, context, kY, kernel.as_queries ? inputs[kQ] : heads, &all.y));
-    all.keys = static_cast<uint8_t*>(inputs[kPastKeys].data), all.values = static_cast<uint8_t*>(inputs[kPastValues].data);
-    if (inputs[kK].data) {
-        RETURN_IF_FAILED(ort::make_output(kernel.api, context, kKeys, inputs[kPastKeys], &all.keys));
-        RETURN_IF_FAILED(ort::make_output(kernel.api, context, kValues, inputs[kPastValues], &all.values));
-        for (const auto& [past, present] : {std::pair{kPastKeys, all.keys}, std::pair{kPastValues, all.values}}) {
-            const Tensor& from = inputs[past];
-            if (from.data != present) std::memcpy(present, from.data, from.elements * (kPacked ? 1 : sizeof(float)));
+    static bool is_required(size_t index) {
+        return index == kQ || index == kPastKeys || index == kPastValues || index == kWriteIndices;
+    }
+
+    Settings settings;
+
+    Status* read(const ort::Attributes& attributes) {
+        RETURN_IF_FAILED(attributes.read("rotated", &settings.rotated));
+        RETURN_IF_FAILED(attributes.read("interleaved", &settings.interleaved));
+        RETURN_IF_FAILED(attributes.read("window", &settings.window));
+        RETURN_IF_FAILED(attributes.read("scale", &settings.scale));
+        attributes.read_if_given("chunk", &settings.chunk);
+        attributes.read_if_given("as_queries", &settings.as_queries);
+        attributes.read_if_given("softcap", &settings.softcap);
+        if (kPacked) RETURN_IF_FAILED(attributes.read("value_bits", &settings.value_bits));
+        const bool has_bits = !kPacked || settings.value_bits == 8 || settings.value_bits == 4;
+        const bool is_odd = settings.rotated < 0 || settings.rotated % 2 || settings.window < 0 || settings.chunk < 0;
+        if (!has_bits || is_odd || (settings.window && settings.chunk) || !(settings.softcap >= 0)) {
+            return attributes.fail("CachedAttention: attributes out of range");
         }
+        return nullptr;
     }
-    const auto floats = [&](Input name) { return static_cast<const float*>(inputs[name].data); };
-    all.q = floats(kQ), all.k = floats(kK), all.v = floats(kV), all.cos = floats(kCos), all.sin = floats(kSin);
-    all.first = static_cast<const int64_t*>(inputs[kWriteIndices].data);
-    all.rotated = kernel.rotated, all.interleaved = kernel.interleaved;
-    all.window = kernel.window, all.chunk = kernel.chunk, all.scale = kernel.scale, all.softcap = kernel.softcap;
-    ort::Pool pool{kernel.api, context};
-    if (!specrun::attend(all, pool.threads())) {
-        return ort::create_status(kernel.api, ort::kRuntimeException, "CachedAttention: no threads");
+
+    Status* run(ort::Call& call) const {
+        Tensor inputs[kInputs];
+        RETURN_IF_FAILED(call.read_all<Kernel>(inputs));
+        specrun::CachedAttention all{};
+        if (!are_right(settings, inputs, &all)) {
+            return call.fail("CachedAttention: sizes that do not fit, or positions beyond the cache");
+        }
+        const Tensor heads{nullptr, ort::Type::kFloat, 0, 4, {all.batch, all.tokens, all.q_heads, all.value_width}};
+        RETURN_IF_FAILED(call.make_output(kY, settings.as_queries ? inputs[kQ] : heads, &all.y));
+        all.keys = static_cast<uint8_t*>(inputs[kPastKeys].data);
+        all.values = static_cast<uint8_t*>(inputs[kPastValues].data);
+        if (inputs[kK].data) {
+            RETURN_IF_FAILED(continue_past(call, kKeys, inputs[kPastKeys], &all.keys));
+            RETURN_IF_FAILED(continue_past(call, kValues, inputs[kPastValues], &all.values));
+        }
+        const auto floats = [&](Input name) { return static_cast<const float*>(inputs[name].data); };
+        all.q = floats(kQ), all.k = floats(kK), all.v = floats(kV), all.cos = floats(kCos), all.sin = floats(kSin);
+        all.first = static_cast<const int64_t*>(inputs[kWriteIndices].data);
+        all.rotated = settings.rotated, all.interleaved = settings.interleaved;
+        all.window = settings.window, all.chunk = settings.chunk;
+        all.scale = settings.scale, all.softcap = settings.softcap;
+        return specrun::attend(all, call.threads()) ? nullptr : call.fail_to_run("CachedAttention: no threads");
     }
-    return nullptr;
-}
+
+    // An output that begins as the past, whose memory it may be.
+    static Status* continue_past(ort::Call& call, size_t output, const Tensor& past, uint8_t** present) {
+        void* data = nullptr;
+        RETURN_IF_FAILED(call.make_output(output, past, type_of(kPastKeys), &data));
+        if (past.data != data) std::memcpy(data, past.data, past.elements * (kPacked ? 1 : sizeof(float)));
+        *present = static_cast<uint8_t*>(data);
+        return nullptr;
+    }
+};
 
 template <bool kPacked>
-ort::CustomOp operator_of() {
-    using ort::CustomOp;
-    CustomOp op = ort::usual_op<Kernel>();
-    op.name = [](const CustomOp*) { return kPacked ? "PackedCachedAttention" : "CachedAttention"; };
-    op.count_inputs = [](const CustomOp*) -> size_t { return kInputs; };
-    op.count_outputs = [](const CustomOp*) -> size_t { return kOutputs; };
-    op.input_type = [](const CustomOp*, size_t index) { return type_of<kPacked>(index); };
-    op.output_type = [](const CustomOp*, size_t index) {
+ort::Operator operator_of() {
+    ort::CustomOp node = ort::node_of<Kernel<kPacked>>();
+    node.output_type = [](const ort::CustomOp*, size_t index) {
         return kPacked && index != kY ? ort::Type::kUint8 : ort::Type::kFloat;
     };
-    op.input_presence = [](const CustomOp*, size_t index) {
-        const bool may_be_left_out = index >= kCos || index == kK || index == kV;
-        return may_be_left_out ? ort::Presence::kOptional : ort::Presence::kRequired;
-    };
-    op.output_presence = [](const CustomOp*, size_t index) {
+    node.output_presence = [](const ort::CustomOp*, size_t index) {
         return index == kY ? ort::Presence::kRequired : ort::Presence::kOptional;
     };
-    op.create_kernel_or_fail = create<kPacked>;
-    op.compute_or_fail = compute<kPacked>;
-    return op;
+    return {node, ort::stage_kind<Kernel<kPacked>>()};
 }
 
 }  // namespace
 
-ort::CustomOp cached_attention() { return operator_of<false>(); }
-ort::CustomOp packed_cached_attention() { return operator_of<true>(); }
+ort::Operator cached_attention() { return operator_of<false>(); }
+ort::Operator packed_cached_attention() { return operator_of<true>(); }

@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <memory>
-#include <new>
 
 #include "matmul.h"
 #include "operator.h"
@@ -25,9 +23,8 @@ constexpr int64_t kUnused = -1;
 constexpr int64_t kMost = 1 << 24;     // Products of all sizes stay within 64 bits.
 constexpr int64_t kFewTokens = 8;      // Looked up sooner than another thread is told about it.
 
-struct Kernel {
-    const void* const* api;
-    int64_t bits, block, middle, width, tokens;
+struct Sizes {
+    int64_t bits = 32, block = 1, middle = 0, width = 0, tokens = 0;
 };
 
 struct Lookup {
@@ -80,7 +77,7 @@ void look_up(void* item, size_t number) {
 }
 
 // Types and sizes that agree with the attributes and with each other.
-bool are_right(const Kernel& kernel, const Tensor (&inputs)[6], Lookup* lookup) {
+bool are_right(const Sizes& kernel, const Tensor (&inputs)[6], Lookup* lookup) {
     specrun::Weight& weight = lookup->weight;
     const Tensor& ids = inputs[0];
     weight.bits = kernel.bits, weight.block = kernel.block, weight.inputs = kernel.width;
@@ -93,58 +90,49 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[6], Lookup* lookup) 
     return ids.axes < ort::kMostAxes;
 }
 
-Status* compute(void* pointer, ort::KernelContext* context) {
-    const Kernel& kernel = *static_cast<const Kernel*>(pointer);
-    constexpr Type kTypes[] = {Type::kInt64, Type::kAny, Type::kAny, Type::kFloat, Type::kAny, Type::kFloat};
-    Tensor inputs[6];
-    RETURN_IF_FAILED(ort::read_all(kernel.api, context, kTypes, inputs));
-    Lookup lookup{};
-    if (!are_right(kernel, inputs, &lookup)) {
-        return ort::fail(kernel.api, "EmbeddingLookup: a tensor of another size or type, or an id beyond the vocabulary");
+struct Kernel {
+    static constexpr const char* kName = "EmbeddingLookup";
+    static constexpr size_t kInputs = 6, kOutputs = 1;
+    static Type type_of(size_t index) {
+        return index == 0 ? Type::kInt64 : index == 3 || index == 5 ? Type::kFloat : Type::kAny;
     }
-    Tensor y = inputs[0];
-    y.shape[y.axes++] = kernel.width;
-    RETURN_IF_FAILED(ort::make_output(kernel.api, context, 0, y, &lookup.y));
-    ort::Pool pool{kernel.api, context};
-    const int64_t count = static_cast<int64_t>(inputs[0].elements);
-    if (specrun::run(pool.threads(), count <= kFewTokens, look_up, count, &lookup)) return nullptr;
-    return ort::create_status(kernel.api, ort::kRuntimeException, "EmbeddingLookup: no threads");
-}
+    static bool is_required(size_t index) { return index < 2; }
 
-Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** created) {
-    auto kernel = std::unique_ptr<Kernel>(new (std::nothrow) Kernel{});
-    if (!kernel) return ort::create_status(api, ort::kRuntimeException, "EmbeddingLookup: no memory");
-    kernel->api = api, kernel->bits = 32, kernel->block = 1;
-    RETURN_IF_FAILED(ort::integer_attribute(api, info, "K", &kernel->width));
-    size_t outputs = 1;
-    RETURN_IF_FAILED(ort::integers_attribute(api, info, "N", &kernel->tokens, &outputs));
-    ort::ignore_failure(api, ort::integer_attribute(api, info, "bits", &kernel->bits));
-    ort::ignore_failure(api, ort::integer_attribute(api, info, "block_size", &kernel->block));
-    kernel->middle = specrun::usual_middle(kernel->bits);
-    ort::ignore_failure(api, ort::integer_attribute(api, info, "middle", &kernel->middle));
-    const bool bits = kernel->bits == 32 || kernel->bits == 8 || kernel->bits == 4;
-    if (!bits || !specrun::is_middle(kernel->middle, kernel->bits) || kernel->width <= 0 || kernel->width > kMost || kernel->tokens <= 0 || kernel->tokens > kMost ||
-        kernel->block <= 0 || kernel->block > kMost) {
-        return ort::fail(api, "EmbeddingLookup: attributes out of range");
+    Sizes sizes;
+
+    Status* read(const ort::Attributes& attributes) {
+        RETURN_IF_FAILED(attributes.read("K", &sizes.width));
+        size_t outputs = 1;
+        RETURN_IF_FAILED(attributes.read("N", &sizes.tokens, &outputs));
+        attributes.read_if_given("bits", &sizes.bits);
+        attributes.read_if_given("block_size", &sizes.block);
+        sizes.middle = specrun::usual_middle(sizes.bits);
+        attributes.read_if_given("middle", &sizes.middle);
+        const bool has_bits = sizes.bits == 32 || sizes.bits == 8 || sizes.bits == 4;
+        const auto is_usual = [](int64_t size) { return size > 0 && size <= kMost; };
+        if (!has_bits || !specrun::is_middle(sizes.middle, sizes.bits) || !is_usual(sizes.width) ||
+            !is_usual(sizes.tokens) || !is_usual(sizes.block)) {
+            return attributes.fail("EmbeddingLookup: attributes out of range");
+        }
+        return nullptr;
     }
-    *created = kernel.release();
-    return nullptr;
-}
+
+    Status* run(ort::Call& call) const {
+        Tensor inputs[kInputs];
+        RETURN_IF_FAILED(call.read_all<Kernel>(inputs));
+        Lookup lookup{};
+        if (!are_right(sizes, inputs, &lookup)) {
+            return call.fail("EmbeddingLookup: a tensor of another size or type, or an id beyond the vocabulary");
+        }
+        Tensor y = inputs[0];
+        y.shape[y.axes++] = sizes.width;
+        RETURN_IF_FAILED(call.make_output(0, y, &lookup.y));
+        const int64_t count = static_cast<int64_t>(inputs[0].elements);
+        const bool done = specrun::run(call.threads(), count <= kFewTokens, look_up, count, &lookup);
+        return done ? nullptr : call.fail_to_run("EmbeddingLookup: no threads");
+    }
+};
 
 }  // namespace
 
-ort::CustomOp embedding_lookup() {
-    using ort::CustomOp;
-    CustomOp op = ort::usual_op<Kernel>();
-    op.name = [](const CustomOp*) { return "EmbeddingLookup"; };
-    op.count_inputs = [](const CustomOp*) -> size_t { return 6; };
-    op.count_outputs = [](const CustomOp*) -> size_t { return 1; };
-    op.input_type = [](const CustomOp*, size_t i) { return i == 0 ? Type::kInt64 : i == 3 || i == 5 ? Type::kFloat : Type::kAny; };
-    op.input_presence = [](const CustomOp*, size_t i) {
-        return i < 2 ? ort::Presence::kRequired : ort::Presence::kOptional;
-    };
-    op.output_presence = [](const CustomOp*, size_t) { return ort::Presence::kRequired; };
-    op.create_kernel_or_fail = create;
-    op.compute_or_fail = compute;
-    return op;
-}
+ort::Operator embedding_lookup() { return ort::operator_of<Kernel>(); }

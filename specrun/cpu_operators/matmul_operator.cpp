@@ -10,8 +10,6 @@
 // x. Engines of before do not have the last four. A residual has y's shape, and there is one output then.
 #include <algorithm>
 #include <iterator>
-#include <memory>
-#include <new>
 #include <numeric>
 #include <vector>
 
@@ -29,14 +27,15 @@ using ort::Type;
 constexpr Type kQuantizedInputs[] = {Type::kFloat, Type::kUint8, Type::kAny, Type::kInt8, Type::kFloat,
                                      Type::kFloat, Type::kFloat, Type::kAny, Type::kFloat, Type::kInt64};
 constexpr Type kFloatInputs[] = {Type::kFloat, Type::kFloat, Type::kFloat, Type::kFloat, Type::kInt64};
-constexpr size_t kNeededOfQuantized = 3, kNeededOfFloat = 2;
+constexpr const char* kOutOfMeans = "QuantizedMatMul, FloatMatMul: no such expert, no memory or no threads";
+constexpr const char* kWrongTensor = "QuantizedMatMul, FloatMatMul: a tensor has another size or type than the attributes say";
+constexpr const char* kWrongOutputs = "QuantizedMatMul, FloatMatMul: N is not the size of every output";
 
-struct Kernel {
-    const void* const* api;
-    int64_t bits, inputs, block, middle, panels, prologue, experts;
-    float epsilon;
-    int64_t columns[specrun::kMostOutputs];
-    size_t num_outputs;
+struct Sizes {
+    int64_t bits = 32, inputs = 0, block = 1, middle = 0, panels = 0, prologue = 0, experts = 0;
+    float epsilon = 0;
+    int64_t columns[specrun::kMostOutputs] = {};
+    size_t num_outputs = specrun::kMostOutputs;
 };
 
 struct Inputs {
@@ -44,23 +43,8 @@ struct Inputs {
     specrun::WeightTensors weight;
 };
 
-template <bool kHasCodes>
-Status* read(const Kernel& kernel, ort::KernelContext* context, Inputs* inputs) {
-    if constexpr (kHasCodes) {
-        Tensor all[std::size(kQuantizedInputs)];
-        RETURN_IF_FAILED(ort::read_all(kernel.api, context, kQuantizedInputs, all));
-        *inputs = {all[0], all[4], all[5], all[9], {all[1], all[2], all[6], all[7], all[8], all[3]}};
-    } else {
-        Tensor all[std::size(kFloatInputs)];
-        RETURN_IF_FAILED(ort::read_all(kernel.api, context, kFloatInputs, all));
-        *inputs = {all[0], all[2], all[3], all[4], {}};
-        inputs->weight.lines = all[1];
-    }
-    return nullptr;
-}
-
 // Types and sizes that agree with the attributes and with each other.
-bool are_right(const Kernel& kernel, const Inputs& inputs, specrun::Product* product) {
+bool are_right(const Sizes& kernel, const Inputs& inputs, specrun::Product* product) {
     specrun::Weight& weight = product->weight;
     weight.bits = kernel.bits, weight.inputs = kernel.inputs;
     weight.panels = kernel.panels * std::max(kernel.experts, int64_t{1});
@@ -88,20 +72,17 @@ bool are_right(const Kernel& kernel, const Inputs& inputs, specrun::Product* pro
 }
 
 // Outputs have the shape of the first input, but for its last size; or that of ``experts``, and a last size.
-Status* make_outputs(const Kernel& kernel, ort::KernelContext* context, const Inputs& inputs,
-                     specrun::Product* product) {
+Status* make_outputs(const Sizes& kernel, ort::Call& call, const Inputs& inputs, specrun::Product* product) {
     Tensor y = kernel.experts ? inputs.experts : inputs.x;
     y.axes += kernel.experts ? 1 : 0;
     size_t outputs = 0;
-    RETURN_IF_FAILED(ort::count_outputs(kernel.api, context, &outputs));
-    if (outputs != kernel.num_outputs) {
-        return ort::fail(kernel.api, "QuantizedMatMul, FloatMatMul: N is not the size of every output");
-    }
+    RETURN_IF_FAILED(call.count_outputs(&outputs));
+    if (outputs != kernel.num_outputs) return call.fail(kWrongOutputs);
     int64_t panel = 0;
     for (size_t i = 0; i < kernel.num_outputs; ++i) {
         y.shape[y.axes - 1] = kernel.columns[i];
         float* values = nullptr;
-        RETURN_IF_FAILED(ort::make_output(kernel.api, context, i, y, &values));
+        RETURN_IF_FAILED(call.make_output(i, y, &values));
         product->outputs[i] = {values, static_cast<const float*>(inputs.residual.data), kernel.columns[i], panel};
         panel += specrun::panels_of(kernel.columns[i]);
     }
@@ -134,84 +115,74 @@ bool multiply_by_experts(const specrun::Product& product, const int64_t* experts
 }
 
 template <bool kHasCodes>
-Status* compute(void* pointer, ort::KernelContext* context) {
-    const Kernel& kernel = *static_cast<const Kernel*>(pointer);
-    Inputs inputs;
-    RETURN_IF_FAILED(read<kHasCodes>(kernel, context, &inputs));
-    specrun::Product product{};
-    if (!are_right(kernel, inputs, &product)) {
-        return ort::fail(kernel.api, "QuantizedMatMul, FloatMatMul: a tensor has another size or type than the attributes say");
+struct Kernel {
+    static constexpr const char* kName = kHasCodes ? "QuantizedMatMul" : "FloatMatMul";
+    static constexpr size_t kInputs = kHasCodes ? std::size(kQuantizedInputs) : std::size(kFloatInputs), kOutputs = 1;
+    static Type type_of(size_t index) { return kHasCodes ? kQuantizedInputs[index] : kFloatInputs[index]; }
+    static bool is_required(size_t index) { return index < (kHasCodes ? 3 : 2); }
+
+    Sizes sizes;
+
+    Status* read(const ort::Attributes& attributes) {
+        if constexpr (kHasCodes) {
+            RETURN_IF_FAILED(attributes.read("bits", &sizes.bits));
+            RETURN_IF_FAILED(attributes.read("block_size", &sizes.block));
+            if (sizes.bits != 4 && sizes.bits != 8) return attributes.fail("QuantizedMatMul: codes of another size");
+            sizes.middle = specrun::usual_middle(sizes.bits);
+            attributes.read_if_given("middle", &sizes.middle);
+        }
+        RETURN_IF_FAILED(attributes.read("K", &sizes.inputs));
+        RETURN_IF_FAILED(attributes.read("N", sizes.columns, &sizes.num_outputs));
+        attributes.read_if_given("made", &sizes.prologue);
+        attributes.read_if_given("epsilon", &sizes.epsilon);
+        attributes.read_if_given("experts", &sizes.experts);
+        constexpr int64_t kMost = 1 << 24;  // Products of all sizes stay within 64 bits.
+        constexpr int64_t kLongestBlock = 1 << 16;  // Sums of products of 8-bit numbers stay within 32 bits.
+        constexpr int64_t kMostExperts = 1 << 10;
+        bool right = sizes.inputs > 0 && sizes.inputs <= kMost && sizes.num_outputs > 0;
+        right = right && sizes.experts >= 0 && sizes.experts <= kMostExperts;
+        for (size_t i = 0; i < sizes.num_outputs && right; ++i) {
+            right = sizes.columns[i] > 0 && sizes.columns[i] <= kMost;
+            if (right) sizes.panels += specrun::panels_of(sizes.columns[i]);
+        }
+        const bool is_known = sizes.prologue >= 0 && sizes.prologue <= static_cast<int64_t>(specrun::Prologue::kLast);
+        if (!right || !is_known || !specrun::is_middle(sizes.middle, sizes.bits) || sizes.block <= 0 ||
+            sizes.block > kLongestBlock || sizes.block % (32 / sizes.bits) != 0) {
+            return attributes.fail("QuantizedMatMul, FloatMatMul: attributes out of range");
+        }
+        return nullptr;
     }
-    RETURN_IF_FAILED(make_outputs(kernel, context, inputs, &product));
-    if (product.rows == 0) return nullptr;
-    ort::Pool pool{kernel.api, context};
-    const auto* experts = static_cast<const int64_t*>(inputs.experts.data);
-    if (!(experts ? multiply_by_experts(product, experts, kernel.experts, pool.threads())
-                  : specrun::multiply(product, pool.threads()))) {
-        return ort::create_status(kernel.api, ort::kRuntimeException,
-                                  "QuantizedMatMul, FloatMatMul: no such expert, no memory or no threads");
+
+    Status* run(ort::Call& call) const {
+        Tensor all[kInputs];
+        RETURN_IF_FAILED(call.read_all<Kernel>(all));
+        Inputs inputs;
+        if constexpr (kHasCodes) {
+            inputs = {all[0], all[4], all[5], all[9], {all[1], all[2], all[6], all[7], all[8], all[3]}};
+        } else {
+            inputs = {all[0], all[2], all[3], all[4], {all[1], {}, {}, {}, {}, {}}};
+        }
+        specrun::Product product{};
+        if (!are_right(sizes, inputs, &product)) return call.fail(kWrongTensor);
+        RETURN_IF_FAILED(make_outputs(sizes, call, inputs, &product));
+        if (product.rows == 0) return nullptr;
+        const auto* experts = static_cast<const int64_t*>(inputs.experts.data);
+        const bool done = experts ? multiply_by_experts(product, experts, sizes.experts, call.threads())
+                                  : specrun::multiply(product, call.threads());
+        return done ? nullptr : call.fail_to_run(kOutOfMeans);
     }
-    return nullptr;
-}
+};
 
 template <bool kHasCodes>
-Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** result) {
-    auto kernel = std::unique_ptr<Kernel>(new (std::nothrow) Kernel{});
-    if (!kernel) return ort::create_status(api, ort::kRuntimeException, "QuantizedMatMul, FloatMatMul: no memory");
-    kernel->api = api;
-    kernel->bits = 32, kernel->block = 1;
-    if constexpr (kHasCodes) {
-        RETURN_IF_FAILED(ort::integer_attribute(api, info, "bits", &kernel->bits));
-        RETURN_IF_FAILED(ort::integer_attribute(api, info, "block_size", &kernel->block));
-        if (kernel->bits != 4 && kernel->bits != 8) return ort::fail(api, "QuantizedMatMul: codes of another size");
-        kernel->middle = specrun::usual_middle(kernel->bits);
-        ort::ignore_failure(api, ort::integer_attribute(api, info, "middle", &kernel->middle));
-    }
-    RETURN_IF_FAILED(ort::integer_attribute(api, info, "K", &kernel->inputs));
-    kernel->num_outputs = specrun::kMostOutputs;
-    RETURN_IF_FAILED(ort::integers_attribute(api, info, "N", kernel->columns, &kernel->num_outputs));
-    ort::ignore_failure(api, ort::integer_attribute(api, info, "made", &kernel->prologue));
-    ort::ignore_failure(api, ort::float_attribute(api, info, "epsilon", &kernel->epsilon));
-    ort::ignore_failure(api, ort::integer_attribute(api, info, "experts", &kernel->experts));
-    constexpr int64_t kMost = 1 << 24;  // Products of all sizes stay within 64 bits.
-    constexpr int64_t kLongestBlock = 1 << 16;  // Sums of products of 8-bit numbers stay within 32 bits.
-    constexpr int64_t kMostExperts = 1 << 10;
-    bool sizes = kernel->inputs > 0 && kernel->inputs <= kMost && kernel->num_outputs > 0;
-    sizes = sizes && kernel->experts >= 0 && kernel->experts <= kMostExperts;
-    for (size_t i = 0; i < kernel->num_outputs && sizes; ++i) {
-        sizes = kernel->columns[i] > 0 && kernel->columns[i] <= kMost;
-        if (sizes) kernel->panels += specrun::panels_of(kernel->columns[i]);
-    }
-    const bool is_known = kernel->prologue >= 0 && kernel->prologue <= static_cast<int64_t>(specrun::Prologue::kLast);
-    if (!sizes || !is_known || !specrun::is_middle(kernel->middle, kernel->bits) || kernel->block <= 0 ||
-        kernel->block > kLongestBlock || kernel->block % (32 / kernel->bits) != 0) {
-        return ort::fail(api, "QuantizedMatMul, FloatMatMul: attributes out of range");
-    }
-    *result = kernel.release();
-    return nullptr;
-}
-
-template <bool kHasCodes>
-ort::CustomOp operator_of() {
-    using ort::CustomOp;
-    CustomOp op = ort::usual_op<Kernel>();
-    op.name = [](const CustomOp*) { return kHasCodes ? "QuantizedMatMul" : "FloatMatMul"; };
-    op.count_inputs = [](const CustomOp*) { return kHasCodes ? std::size(kQuantizedInputs) : std::size(kFloatInputs); };
-    op.count_outputs = [](const CustomOp*) -> size_t { return 1; };
-    op.input_type = [](const CustomOp*, size_t i) { return kHasCodes ? kQuantizedInputs[i] : kFloatInputs[i]; };
-    op.input_presence = [](const CustomOp*, size_t index) {
-        return index < (kHasCodes ? kNeededOfQuantized : kNeededOfFloat) ? ort::Presence::kRequired
-                                                                         : ort::Presence::kOptional;
-    };
-    op.output_presence = [](const CustomOp*, size_t) { return ort::Presence::kVariadic; };
-    op.fewest_variadic_outputs = [](const CustomOp*) { return 1; };
-    op.variadic_outputs_are_alike = [](const CustomOp*) { return 1; };
-    op.create_kernel_or_fail = create<kHasCodes>;
-    op.compute_or_fail = compute<kHasCodes>;
-    return op;
+ort::Operator operator_of() {
+    ort::CustomOp node = ort::node_of<Kernel<kHasCodes>>();
+    node.output_presence = [](const ort::CustomOp*, size_t) { return ort::Presence::kVariadic; };
+    node.fewest_variadic_outputs = [](const ort::CustomOp*) { return 1; };
+    node.variadic_outputs_are_alike = [](const ort::CustomOp*) { return 1; };
+    return {node, ort::stage_kind<Kernel<kHasCodes>>()};
 }
 
 }  // namespace
 
-ort::CustomOp quantized_matmul() { return operator_of<true>(); }
-ort::CustomOp float_matmul() { return operator_of<false>(); }
+ort::Operator quantized_matmul() { return operator_of<true>(); }
+ort::Operator float_matmul() { return operator_of<false>(); }

@@ -1,7 +1,11 @@
-// What the operators share: reading a call's tensors, errors, threads.
+// What the operators share: reading attributes and a call's tensors, errors, threads. An operator is a Kernel: it reads its
+// attributes once, and runs in many calls. A call is of ONNX Runtime's node, or of a stage of FusedLayers.
 #pragma once
 
 #include <cstddef>
+#include <memory>
+#include <new>
+#include <string>
 
 #include "ort_abi.h"
 #include "threads.h"
@@ -48,47 +52,72 @@ inline Status* describe(const void* const* api, const Value* value, Tensor* tens
     return dimensions(api, guard.info, tensor->shape, tensor->axes);
 }
 
-// All inputs that are given, which have these types. Who says kAny looks at the type himself.
-template <size_t kInputs>
-Status* read_all(const void* const* api, const KernelContext* context, const Type (&types)[kInputs],
-                 Tensor (&tensors)[kInputs]) {
-    size_t given = 0;
-    RETURN_IF_FAILED(count_inputs(api, context, &given));
-    for (size_t index = 0; index < given && index < kInputs; ++index) {
-        const Value* value = nullptr;
-        RETURN_IF_FAILED(input(api, context, index, &value));
-        if (!value) continue;
-        RETURN_IF_FAILED(describe(api, value, &tensors[index]));
-        if (types[index] != Type::kAny && types[index] != tensors[index].type) {
-            return fail(api, "a tensor has another element type than the operator takes");
-        }
+// The attributes of a node; or of a stage, whose names in the node begin with its number.
+struct Attributes {
+    const void* const* api;
+    const KernelInfo* info;
+    std::string prefix;
+
+    Status* read(const char* name, int64_t* value) const {
+        return integer_attribute(api, info, (prefix + name).c_str(), value);
     }
-    return nullptr;
-}
+    Status* read(const char* name, float* value) const {
+        return float_attribute(api, info, (prefix + name).c_str(), value);
+    }
+    Status* read(const char* name, int64_t* values, size_t* count) const {
+        return integers_attribute(api, info, (prefix + name).c_str(), values, count);
+    }
+    // The value stays where the attribute is left out.
+    template <typename Number>
+    void read_if_given(const char* name, Number* value) const {
+        ignore_failure(api, read(name, value));
+    }
+    Status* fail(const char* message) const { return ort::fail(api, message); }
+};
 
-template <typename Number>
-Status* make_output(const void* const* api, KernelContext* context, size_t index, const Tensor& like, Number** data) {
-    Value* value = nullptr;
-    void* address = nullptr;
-    RETURN_IF_FAILED(output(api, context, index, like.shape, like.axes, &value));
-    RETURN_IF_FAILED(tensor_data(api, value, &address));
-    *data = static_cast<Number*>(address);
-    return nullptr;
-}
+// One call of an operator.
+class Call {
+ public:
+    explicit Call(const void* const* table) : api(table) {}
 
-// What is the same for all operators, whose kernels are of this type. Their outputs are floats.
-template <typename Kernel>
-CustomOp usual_op() {
-    CustomOp op{};
-    op.version = kVersion;
-    op.provider = [](const CustomOp*) -> const char* { return nullptr; };  // The CPU.
-    op.output_type = [](const CustomOp*, size_t) { return Type::kFloat; };
-    op.input_memory = [](const CustomOp*, size_t) { return 0; };
-    op.destroy_kernel = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-    op.first_version = [](const CustomOp*) { return 1; };
-    op.last_version = [](const CustomOp*) { return 0x7fffffff; };
-    return op;
-}
+    // Describe an input; nothing changes where it is left out.
+    virtual Status* read(size_t index, Tensor* tensor) = 0;
+    virtual Status* make_output(size_t index, const Tensor& like, Type type, void** data) = 0;
+    virtual Status* count_outputs(size_t* count) = 0;
+    virtual specrun::Threads threads() = 0;
+
+    // All inputs that are given, which have the operator's types. Who says kAny looks at the type himself.
+    template <typename Kernel>
+    Status* read_all(Tensor (&tensors)[Kernel::kInputs]) {
+        for (size_t index = 0; index < Kernel::kInputs; ++index) {
+            RETURN_IF_FAILED(read(index, &tensors[index]));
+            const Type type = tensors[index].type, expected = Kernel::type_of(index);
+            if (type != Type::kAny && expected != Type::kAny && type != expected) {
+                return fail("a tensor has another element type than the operator takes");
+            }
+            if (type == Type::kAny && Kernel::is_required(index)) return fail("an input is missing");
+        }
+        return nullptr;
+    }
+    Status* make_output(size_t index, const Tensor& like, float** data) {
+        void* address = nullptr;
+        RETURN_IF_FAILED(make_output(index, like, Type::kFloat, &address));
+        *data = static_cast<float*>(address);
+        return nullptr;
+    }
+    Status* make_output(size_t index, const Tensor& like, uint8_t** data) {
+        void* address = nullptr;
+        RETURN_IF_FAILED(make_output(index, like, Type::kUint8, &address));
+        *data = static_cast<uint8_t*>(address);
+        return nullptr;
+    }
+    Status* fail(const char* message) const { return ort::fail(api, message); }
+    Status* fail_to_run(const char* message) const { return create_status(api, kRuntimeException, message); }
+
+ protected:
+    ~Call() = default;
+    const void* const* const api;
+};
 
 // The session's own threads.
 struct Pool {
@@ -105,5 +134,108 @@ struct Pool {
                 this};
     }
 };
+
+// A node's own call.
+class NodeCall final : public Call {
+ public:
+    NodeCall(const void* const* table, KernelContext* context) : Call(table), context_(context), pool_{table, context} {}
+
+    Status* read(size_t index, Tensor* tensor) override {
+        const Value* value = nullptr;
+        if (!given_) RETURN_IF_FAILED(count_inputs(api, context_, &given_));
+        if (index >= given_) return nullptr;
+        RETURN_IF_FAILED(input(api, context_, index, &value));
+        return value ? describe(api, value, tensor) : nullptr;
+    }
+    Status* make_output(size_t index, const Tensor& like, Type, void** data) override {
+        Value* value = nullptr;
+        RETURN_IF_FAILED(output(api, context_, index, like.shape, like.axes, &value));
+        return tensor_data(api, value, data);
+    }
+    Status* count_outputs(size_t* count) override { return ort::count_outputs(api, context_, count); }
+    specrun::Threads threads() override { return pool_.threads(); }
+
+ private:
+    KernelContext* context_;
+    Pool pool_;
+    size_t given_ = 0;
+};
+
+// What FusedLayers knows of an operator.
+struct StageKind {
+    const char* name;
+    size_t inputs;
+    Status* (*create)(const Attributes&, void** kernel);
+    Status* (*run)(void* kernel, Call&);
+    void (*destroy)(void* kernel);
+};
+
+// Both of its faces.
+struct Operator {
+    CustomOp node;
+    StageKind stage;
+};
+
+template <typename Kernel>
+Status* create(const Attributes& attributes, void** created) {
+    try {
+        auto kernel = std::make_unique<Kernel>();
+        RETURN_IF_FAILED(kernel->read(attributes));
+        *created = kernel.release();
+        return nullptr;
+    } catch (const std::bad_alloc&) {
+        return create_status(attributes.api, kRuntimeException, "no memory");
+    }
+}
+
+template <typename Kernel>
+StageKind stage_kind() {
+    return {Kernel::kName, Kernel::kInputs, create<Kernel>,
+            [](void* kernel, Call& call) { return static_cast<Kernel*>(kernel)->run(call); },
+            [](void* kernel) { delete static_cast<Kernel*>(kernel); }};
+}
+
+// An operator as ONNX Runtime sees it, on the CPU. Its outputs are required and floats, if nothing else is set.
+template <typename Kernel>
+CustomOp node_of() {
+    struct Node {
+        const void* const* api;
+        std::unique_ptr<Kernel> kernel;
+    };
+    CustomOp op{};
+    op.version = kVersion;
+    op.name = [](const CustomOp*) { return Kernel::kName; };
+    op.provider = [](const CustomOp*) -> const char* { return nullptr; };
+    op.count_inputs = [](const CustomOp*) -> size_t { return Kernel::kInputs; };
+    op.count_outputs = [](const CustomOp*) -> size_t { return Kernel::kOutputs; };
+    op.input_type = [](const CustomOp*, size_t index) { return Kernel::type_of(index); };
+    op.output_type = [](const CustomOp*, size_t) { return Type::kFloat; };
+    op.input_presence = [](const CustomOp*, size_t index) {
+        return Kernel::is_required(index) ? Presence::kRequired : Presence::kOptional;
+    };
+    op.output_presence = [](const CustomOp*, size_t) { return Presence::kRequired; };
+    op.input_memory = [](const CustomOp*, size_t) { return 0; };
+    op.create_kernel_or_fail = [](const CustomOp*, const void* const* api, const KernelInfo* info,
+                                  void** created) -> Status* {
+        void* kernel = nullptr;
+        RETURN_IF_FAILED(create<Kernel>({api, info, {}}, &kernel));
+        *created = new (std::nothrow) Node{api, std::unique_ptr<Kernel>(static_cast<Kernel*>(kernel))};
+        return *created ? nullptr : create_status(api, kRuntimeException, "no memory");
+    };
+    op.compute_or_fail = [](void* pointer, KernelContext* context) {
+        const Node& node = *static_cast<const Node*>(pointer);
+        NodeCall call(node.api, context);
+        return node.kernel->run(call);
+    };
+    op.destroy_kernel = [](void* node) { delete static_cast<Node*>(node); };
+    op.first_version = [](const CustomOp*) { return 1; };
+    op.last_version = [](const CustomOp*) { return 0x7fffffff; };
+    return op;
+}
+
+template <typename Kernel>
+Operator operator_of() {
+    return {node_of<Kernel>(), stage_kind<Kernel>()};
+}
 
 }  // namespace ort

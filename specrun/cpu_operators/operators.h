@@ -1,14 +1,23 @@
-// What each operator is, for ONNX Runtime.
+// All operators.
 #pragma once
 
-#include "ort_abi.h"
+#include <iterator>
 
-ort::CustomOp all_gather();
-ort::CustomOp all_reduce();
-ort::CustomOp cached_attention();
-ort::CustomOp causal_convolution();
-ort::CustomOp embedding_lookup();
-ort::CustomOp quantized_matmul();
-ort::CustomOp float_matmul();
-ort::CustomOp packed_cached_attention();
-ort::CustomOp recurrent_attention();
+#include "operator.h"
+
+ort::Operator all_gather();
+ort::Operator all_reduce();
+ort::Operator cached_attention();
+ort::Operator causal_convolution();
+ort::Operator embedding_lookup();
+ort::Operator quantized_matmul();
+ort::Operator float_matmul();
+ort::Operator packed_cached_attention();
+ort::Operator recurrent_attention();
+
+// Stages of any of them, one after the other; it is a stage of none.
+ort::CustomOp fused_layers();
+
+constexpr ort::Operator (*kOperators[])() = {quantized_matmul,    float_matmul,       embedding_lookup,
+                                             cached_attention,    packed_cached_attention, recurrent_attention,
+                                             causal_convolution,  all_reduce,         all_gather};

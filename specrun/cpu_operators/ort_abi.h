@@ -47,6 +47,7 @@ constexpr Function<64, Status*, const TensorInfo*, size_t*> count_elements;
 constexpr Function<65, Status*, const Value*, TensorInfo**> tensor_info;
 constexpr Function<85, Status*, const KernelInfo*, const char*, float*> float_attribute;
 constexpr Function<86, Status*, const KernelInfo*, const char*, int64_t*> integer_attribute;
+constexpr Function<87, Status*, const KernelInfo*, const char*, char*, size_t*> string_attribute;
 constexpr Function<88, Status*, const KernelContext*, size_t*> count_inputs;
 constexpr Function<89, Status*, const KernelContext*, size_t*> count_outputs;
 constexpr Function<90, Status*, const KernelContext*, size_t, const Value**> input;
@@ -54,6 +55,9 @@ constexpr Function<91, Status*, KernelContext*, size_t, const int64_t*, size_t, 
 constexpr Function<93, void, Status*> release_status;
 constexpr Function<99, void, TensorInfo*> release_tensor_info;
 constexpr Function<163, Status*, const KernelInfo*, const char*, int64_t*, size_t*> integers_attribute;
+constexpr Function<230, Status*, const KernelInfo*, size_t*> count_inputs_of_node;
+constexpr Function<231, Status*, const KernelInfo*, size_t*> count_outputs_of_node;
+constexpr Function<249, Status*, const KernelInfo*, size_t, int*, const Value**> constant_input;
 constexpr Function<274, Status*, const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*> parallel_for;
 
 // What an operator is, for ONNX Runtime. A null function is not called, or stands for what is usual.

@@ -8,9 +8,6 @@
 // CausalConvolution: x [B, S, C], weight [K, C], past [B, K - 1 + R, C], all float; write, state and keep indices.
 // Outputs: y [B, S, C]; present, which is best the memory of the past.
 #include <cstring>
-#include <initializer_list>
-#include <memory>
-#include <new>
 
 #include "operator.h"
 #include "operators.h"
@@ -20,11 +17,6 @@ namespace {
 
 using ort::Status;
 using ort::Tensor;
-
-struct Kernel {
-    const void* const* api;
-    float scale;
-};
 
 constexpr size_t kIndices = 3;  // write, state, keep
 
@@ -39,32 +31,17 @@ bool read_progress(const Tensor* indices, int64_t batch, int64_t tokens, int64_t
 }
 
 // An output that begins as the past, whose memory it may be.
-Status* continue_past(const void* const* api, ort::KernelContext* context, size_t output, const Tensor& past,
-                      float** present) {
-    RETURN_IF_FAILED(ort::make_output(api, context, output, past, present));
+Status* continue_past(ort::Call& call, size_t output, const Tensor& past, float** present) {
+    RETURN_IF_FAILED(call.make_output(output, past, present));
     if (past.data != *present) std::memcpy(*present, past.data, past.elements * sizeof(float));
     return nullptr;
 }
 
-Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** created) {
-    auto kernel = std::unique_ptr<Kernel>(new (std::nothrow) Kernel{});
-    if (!kernel) return ort::create_status(api, ort::kRuntimeException, "recurrent operators: no memory");
-    kernel->api = api;
-    kernel->scale = 1.0f;
-    ort::ignore_failure(api, ort::float_attribute(api, info, "scale", &kernel->scale));
-    *created = kernel.release();
-    return nullptr;
-}
-
-enum Input : size_t { kQ, kK, kV, kDecay, kState, kInputs, kWrite, kBeta = kWrite + kIndices, kAttentionInputs };
-
-constexpr ort::Type kAttentionTypes[kAttentionInputs] = {
-    ort::Type::kFloat, ort::Type::kFloat, ort::Type::kFloat, ort::Type::kFloat, ort::Type::kFloat,
-    ort::Type::kFloat, ort::Type::kInt64, ort::Type::kInt64, ort::Type::kInt64, ort::Type::kFloat};
+enum Input : size_t { kQ, kK, kV, kDecay, kState, kPastInputs, kWrite, kBeta = kWrite + kIndices, kAttentionInputs };
 
 bool are_right(const Tensor (&inputs)[kAttentionInputs], specrun::RecurrentAttention* all) {
     const Tensor &q = inputs[kQ], &k = inputs[kK], &v = inputs[kV], &decay = inputs[kDecay], &beta = inputs[kBeta];
-    const Tensor &state = inputs[kState], &kept = inputs[kInputs];
+    const Tensor &state = inputs[kState], &kept = inputs[kPastInputs];
     for (const Tensor* tensor : {&q, &k, &v, &decay, &kept}) {
         if (tensor->axes != 3) return false;
     }
@@ -82,79 +59,68 @@ bool are_right(const Tensor (&inputs)[kAttentionInputs], specrun::RecurrentAtten
     return read_progress(&inputs[kWrite], batch, tokens, kept.shape[1], &all->progress);
 }
 
-Status* attend(void* pointer, ort::KernelContext* context) {
-    const Kernel& kernel = *static_cast<const Kernel*>(pointer);
-    Tensor inputs[kAttentionInputs];
-    RETURN_IF_FAILED(ort::read_all(kernel.api, context, kAttentionTypes, inputs));
-    specrun::RecurrentAttention all{};
-    if (!are_right(inputs, &all)) {
-        return ort::fail(kernel.api, "RecurrentAttention: sizes that do not fit, or tokens that are not kept");
+struct AttentionKernel {
+    static constexpr const char* kName = "RecurrentAttention";
+    static constexpr size_t kInputs = kAttentionInputs, kOutputs = 3;
+    static ort::Type type_of(size_t index) {
+        return index >= kWrite && index < kBeta ? ort::Type::kInt64 : ort::Type::kFloat;
     }
-    RETURN_IF_FAILED(ort::make_output(kernel.api, context, 0, inputs[kV], &all.y));
-    RETURN_IF_FAILED(continue_past(kernel.api, context, 1, inputs[kState], &all.states));
-    RETURN_IF_FAILED(continue_past(kernel.api, context, 2, inputs[kInputs], &all.inputs));
-    const auto floats = [&](Input name) { return static_cast<const float*>(inputs[name].data); };
-    all.q = floats(kQ), all.k = floats(kK), all.v = floats(kV), all.decay = floats(kDecay), all.scale = kernel.scale;
-    ort::Pool pool{kernel.api, context};
-    if (specrun::attend(all, pool.threads())) return nullptr;
-    return ort::create_status(kernel.api, ort::kRuntimeException, "RecurrentAttention: no threads");
-}
+    static bool is_required(size_t index) { return index != kBeta; }
+
+    float scale = 1.0f;
+
+    Status* read(const ort::Attributes& attributes) {
+        attributes.read_if_given("scale", &scale);
+        return nullptr;
+    }
+
+    Status* run(ort::Call& call) const {
+        Tensor inputs[kInputs];
+        RETURN_IF_FAILED(call.read_all<AttentionKernel>(inputs));
+        specrun::RecurrentAttention all{};
+        if (!are_right(inputs, &all)) {
+            return call.fail("RecurrentAttention: sizes that do not fit, or tokens that are not kept");
+        }
+        RETURN_IF_FAILED(call.make_output(0, inputs[kV], &all.y));
+        RETURN_IF_FAILED(continue_past(call, 1, inputs[kState], &all.states));
+        RETURN_IF_FAILED(continue_past(call, 2, inputs[kPastInputs], &all.inputs));
+        const auto floats = [&](Input name) { return static_cast<const float*>(inputs[name].data); };
+        all.q = floats(kQ), all.k = floats(kK), all.v = floats(kV), all.decay = floats(kDecay), all.scale = scale;
+        return specrun::attend(all, call.threads()) ? nullptr : call.fail_to_run("RecurrentAttention: no threads");
+    }
+};
 
 enum ConvolutionInput : size_t { kX, kWeight, kPast, kFirstIndex, kConvolutionInputs = kFirstIndex + kIndices };
 
-constexpr ort::Type kConvolutionTypes[kConvolutionInputs] = {ort::Type::kFloat, ort::Type::kFloat, ort::Type::kFloat,
-                                                             ort::Type::kInt64, ort::Type::kInt64, ort::Type::kInt64};
+struct ConvolutionKernel {
+    static constexpr const char* kName = "CausalConvolution";
+    static constexpr size_t kInputs = kConvolutionInputs, kOutputs = 2;
+    static ort::Type type_of(size_t index) { return index >= kFirstIndex ? ort::Type::kInt64 : ort::Type::kFloat; }
+    static bool is_required(size_t) { return true; }
 
-Status* convolve(void* pointer, ort::KernelContext* context) {
-    const Kernel& kernel = *static_cast<const Kernel*>(pointer);
-    Tensor inputs[kConvolutionInputs];
-    RETURN_IF_FAILED(ort::read_all(kernel.api, context, kConvolutionTypes, inputs));
-    const Tensor &x = inputs[kX], &weight = inputs[kWeight], &past = inputs[kPast];
-    specrun::CausalConvolution all{};
-    bool right = x.axes == 3 && weight.axes == 2 && past.axes == 3 && weight.shape[0] > 0;
-    if (right) {
-        all.channels = x.shape[2], all.kernel = weight.shape[0];
-        right = weight.shape[1] == all.channels && past.shape[2] == all.channels && past.shape[0] == x.shape[0];
-        right = right && read_progress(&inputs[kFirstIndex], x.shape[0], x.shape[1], past.shape[1] - all.kernel + 1,
-                                       &all.progress);
+    Status* read(const ort::Attributes&) { return nullptr; }
+
+    Status* run(ort::Call& call) const {
+        Tensor inputs[kInputs];
+        RETURN_IF_FAILED(call.read_all<ConvolutionKernel>(inputs));
+        const Tensor &x = inputs[kX], &weight = inputs[kWeight], &past = inputs[kPast];
+        specrun::CausalConvolution all{};
+        bool right = x.axes == 3 && weight.axes == 2 && past.axes == 3 && weight.shape[0] > 0;
+        if (right) {
+            all.channels = x.shape[2], all.kernel = weight.shape[0];
+            right = weight.shape[1] == all.channels && past.shape[2] == all.channels && past.shape[0] == x.shape[0];
+            right = right && read_progress(&inputs[kFirstIndex], x.shape[0], x.shape[1], past.shape[1] - all.kernel + 1,
+                                           &all.progress);
+        }
+        if (!right) return call.fail("CausalConvolution: sizes that do not fit, or tokens that are not kept");
+        RETURN_IF_FAILED(call.make_output(0, x, &all.y));
+        RETURN_IF_FAILED(continue_past(call, 1, past, &all.inputs));
+        all.x = static_cast<const float*>(x.data), all.weight = static_cast<const float*>(weight.data);
+        return specrun::convolve(all, call.threads()) ? nullptr : call.fail_to_run("CausalConvolution: no threads");
     }
-    if (!right) return ort::fail(kernel.api, "CausalConvolution: sizes that do not fit, or tokens that are not kept");
-    RETURN_IF_FAILED(ort::make_output(kernel.api, context, 0, x, &all.y));
-    RETURN_IF_FAILED(continue_past(kernel.api, context, 1, past, &all.inputs));
-    all.x = static_cast<const float*>(x.data), all.weight = static_cast<const float*>(weight.data);
-    ort::Pool pool{kernel.api, context};
-    if (specrun::convolve(all, pool.threads())) return nullptr;
-    return ort::create_status(kernel.api, ort::kRuntimeException, "CausalConvolution: no threads");
-}
+};
 
 }  // namespace
 
-ort::CustomOp recurrent_attention() {
-    using ort::CustomOp;
-    CustomOp op = ort::usual_op<Kernel>();
-    op.name = [](const CustomOp*) { return "RecurrentAttention"; };
-    op.count_inputs = [](const CustomOp*) -> size_t { return kAttentionInputs; };
-    op.count_outputs = [](const CustomOp*) -> size_t { return 3; };
-    op.input_type = [](const CustomOp*, size_t index) { return kAttentionTypes[index]; };
-    op.input_presence = [](const CustomOp*, size_t index) {
-        return index == kBeta ? ort::Presence::kOptional : ort::Presence::kRequired;
-    };
-    op.output_presence = [](const CustomOp*, size_t) { return ort::Presence::kRequired; };
-    op.create_kernel_or_fail = create;
-    op.compute_or_fail = attend;
-    return op;
-}
-
-ort::CustomOp causal_convolution() {
-    using ort::CustomOp;
-    CustomOp op = ort::usual_op<Kernel>();
-    op.name = [](const CustomOp*) { return "CausalConvolution"; };
-    op.count_inputs = [](const CustomOp*) -> size_t { return kConvolutionInputs; };
-    op.count_outputs = [](const CustomOp*) -> size_t { return 2; };
-    op.input_type = [](const CustomOp*, size_t index) { return kConvolutionTypes[index]; };
-    op.input_presence = [](const CustomOp*, size_t) { return ort::Presence::kRequired; };
-    op.output_presence = [](const CustomOp*, size_t) { return ort::Presence::kRequired; };
-    op.create_kernel_or_fail = create;
-    op.compute_or_fail = convolve;
-    return op;
-}
+ort::Operator recurrent_attention() { return ort::operator_of<AttentionKernel>(); }
+ort::Operator causal_convolution() { return ort::operator_of<ConvolutionKernel>(); }

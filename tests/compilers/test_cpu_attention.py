@@ -14,7 +14,7 @@ import torch
 from specbuild.compilers.cpu.attention import OPERATOR, fuse_cached_attention
 from specbuild.sharding.shard import shard
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
-from tests.helpers.engines import make_engine, make_onnx
+from tests.helpers.engines import engine_graph, make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
 from tests.helpers.parity import STEPS, largest_difference
 from tests.helpers.ranks import load, make_checkpoint, shard_difference
@@ -34,7 +34,7 @@ def test_a_layers_attention_becomes_one_operator(graph: ir.Model, engines: Path)
     assert operators[OPERATOR] == LAYERS
     assert not {"Attention", "TensorScatter", "RotaryEmbedding", "Transpose", "LessOrEqual"} & operators.keys()
     assert [(output.name, output.shape) for output in graph.graph.outputs] == names
-    built = Counter(node.op_type for node in ir.load(engines / "target" / GRAPH_NAME).graph)
+    built = Counter(node.op_type for node in engine_graph(engines / "target"))
     assert built[OPERATOR] == LAYERS
 
 
@@ -46,7 +46,7 @@ def test_heads_that_are_normalized_have_it_too(family: str, dtype: torch.dtype, 
     onnx = make_onnx(source, tmp_path / "onnx")
     engine = make_engine(onnx, tmp_path / "engine", max_draft_len=2)
     layers = len([node for node in ir.load(onnx / GRAPH_NAME).graph if node.op_type == "Attention"])
-    operators = Counter(node.op_type for node in ir.load(engine / GRAPH_NAME).graph)
+    operators = Counter(node.op_type for node in engine_graph(engine))
     assert layers and operators[OPERATOR] == layers
     of_layer = {"gemma3": 4, "qwen3": 2}[family]  # Queries and keys; and what leaves a block, which no product reads.
     assert operators["RMSNormalization"] == of_layer * layers
@@ -60,7 +60,7 @@ def test_soft_caps_and_sinks_have_it_too(
     """Both families have windows in every other layer. The bits of a token are the same in every pass."""
     source = save_checkpoint(tmp_path / "hf", family, dtype=dtype)
     engine = make_engine(make_onnx(source, tmp_path / "onnx"), tmp_path / "engine", max_draft_len=4)
-    graph = ir.load(engine / GRAPH_NAME).graph
+    graph = engine_graph(engine)
     nodes = [node for node in graph if node.op_type == OPERATOR]
     assert [node.attributes["window"].as_int() > 0 for node in nodes] == [True, False]
     assert [node.attributes["softcap"].as_float() for node in nodes] == [attribute] * LAYERS
@@ -184,7 +184,7 @@ def test_every_kind_of_attention_is_the_operator(family: str, dtype: torch.dtype
     """Heads of which a part is rotated, latent attention, chunks and heads that are normalized behind a rotation."""
     source = save_checkpoint(tmp_path / "hf", family, dtype=dtype)
     engine = make_engine(make_onnx(source, tmp_path / "onnx", verify=False), tmp_path / "engine", max_draft_len=4)
-    nodes = [node for node in ir.load(engine / GRAPH_NAME).graph if node.op_type == OPERATOR]
+    nodes = [node for node in engine_graph(engine) if node.op_type == OPERATOR]
     assert len(nodes) == {"kimi_linear": 1}.get(family, LAYERS)
     assert {node.attributes["chunk"].as_int() for node in nodes} == ({0, 16} if family == "llama4" else {0})
     assert [node.attributes["rotated"].as_int() for node in nodes] == (
@@ -198,6 +198,6 @@ def test_every_kind_of_attention_is_the_operator(family: str, dtype: torch.dtype
 def test_heads_of_any_width_have_it_too(width: int, tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "hf", "llama3", head_dim=width)
     engine = make_engine(make_onnx(source, tmp_path / "onnx", verify=False), tmp_path / "engine", max_draft_len=4)
-    assert Counter(node.op_type for node in ir.load(engine / GRAPH_NAME).graph)[OPERATOR] == LAYERS
+    assert Counter(node.op_type for node in engine_graph(engine))[OPERATOR] == LAYERS
     assert open_engine(engine).exact_on
     assert largest_difference(source, engine, torch.float32, STEPS) < 1e-5

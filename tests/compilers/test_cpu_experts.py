@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specbuild.compilers.cpu.experts import use_chosen_experts
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, open_engine
-from tests.helpers.engines import make_engine, make_onnx
+from tests.helpers.engines import engine_graph, make_engine, make_onnx
 from tests.helpers.experts import (
     BROKEN,
     CHOSEN,
@@ -34,7 +34,7 @@ from tests.helpers.parity import STEPS, largest_difference
 
 def of_experts(engine: Path) -> list[str]:
     """The operators of products by experts' weights."""
-    return [node.op_type for node in ir.load(engine / GRAPH_NAME).graph if node.attributes.get_int("experts", 0)]
+    return [node.op_type for node in engine_graph(engine) if node.attributes.get_int("experts", 0)]
 
 
 @pytest.mark.quick("mixtral")

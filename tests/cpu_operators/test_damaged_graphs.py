@@ -55,6 +55,16 @@ def attention() -> Node:
     return Node("CachedAttention", inputs, attributes, 3)
 
 
+def fused() -> Node:
+    """A product, and another one of what it gives: the first one's outputs are a result and a value between stages."""
+    product = float_product()
+    lines = floats(2 * 10 * 16)
+    inputs = {**product.inputs, "weight 2": lines}
+    attributes = {f"0.{name}": value for name, value in product.attributes.items()} | {"1.K": 10, "1.N": [30]}
+    arguments = [3, 0, 1, 2, 2, 4, 6, 2, 6, 3, 1, 5]
+    return Node("FusedLayers", inputs, {"stages": "FloatMatMul FloatMatMul", "arguments": arguments, **attributes}, 2)
+
+
 def float_product() -> Node:
     lines = floats(3 * 40 * 16)  # Three panels of 16 columns, 40 inputs.
     attributes = {"K": 40, "N": [20, 10], "made": 1, "epsilon": 1e-5}
@@ -125,10 +135,11 @@ NODES = {
     "lookup": lookup(),
     "sum of ranks": collective("AllReduce"),
     "all of ranks": collective("AllGather"),
+    "fused": fused(),
 }
 
 
-WEIGHTS = {"weight", "codes", "scales", "zeros", "units", "minima", "minimum_units"}
+WEIGHTS = {"weight", "weight 2", "codes", "scales", "zeros", "units", "minima", "minimum_units"}
 
 
 def compute(node: Node) -> list[npt.NDArray[Any]]:
@@ -165,9 +176,15 @@ def damaged(node: Node, draw: random.Random) -> Node:
             case 0 if attributes:
                 key = draw.choice([*attributes])
                 value = draw.choice(NUMBERS)
-                attributes[key] = [value] * draw.randint(0, 5) if key == "N" else value
-                if key in ("scale", "epsilon", "softcap"):
+                if key == "arguments":
+                    attributes[key] = [*attributes[key]]
+                    attributes[key][draw.randrange(len(attributes[key]))] = draw.choice([*NUMBERS, *range(-2, 14)])
+                elif key == "stages":
+                    attributes[key] = draw.choice(["", "Add", "FloatMatMul", "FloatMatMul CachedAttention", "  "])
+                elif key.rpartition(".")[2] in ("scale", "epsilon", "softcap"):
                     attributes[key] = draw.choice([0.0, float("nan"), float("inf"), -1e38])
+                else:
+                    attributes[key] = [value] * draw.randint(0, 5) if key.endswith("N") else value
             case 1:
                 kinds = (np.float32, np.float16, np.float64, np.int8, np.uint8, np.uint16, np.int32, np.int64, np.bool_)
                 with np.errstate(all="ignore"):

@@ -21,7 +21,7 @@ from specbuild.quantization.insert_qdq import quantize_embedding, quantize_matmu
 from specbuild.weights.packed import Packed
 from specrun import cpu_operators
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
-from tests.helpers.engines import make_engine, make_onnx
+from tests.helpers.engines import engine_graph, make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
 from tests.helpers.own_products import Form, packed, session
 
@@ -158,7 +158,7 @@ def test_engines_of_tied_models_have_the_tensor_once(
         onnx = make_onnx(source, tmp_path / f"onnx-{tied}", qformat=qformat, verify=True)
         engine = make_engine(onnx, tmp_path / f"engine-{tied}", max_draft_len=2)
         sizes[tied] = [open_engine(engine).weight_bytes, (onnx / f"{GRAPH_NAME}.data").stat().st_size]
-        operators = [node.op_type for node in ir.load(engine / GRAPH_NAME).graph]
+        operators = [node.op_type for node in engine_graph(engine)]
         assert operators.count("EmbeddingLookup") == (tied or qformat != "auto")
         assert open_engine(engine).backend.skips_unused_tokens
     assert all(once < 0.9 * twice for once, twice in zip(sizes[True], sizes[False], strict=True)), sizes

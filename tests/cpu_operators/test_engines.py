@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import onnx_ir as ir
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,7 +27,7 @@ from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import SamplingParams
-from tests.helpers.engines import make_engine, make_onnx
+from tests.helpers.engines import engine_graph, make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
 from tests.helpers.quantized_onnx import quantized
 
@@ -45,7 +44,7 @@ def test_every_shape_of_a_pass_gives_the_same_text(
     checkpoint = onnx / "target" if is_float else quantized(onnx / "target", output, form, block, embedding=has_codes)
     engine = make_engine(checkpoint, tmp_path / "engine", **SIZES)
     config = open_engine(engine)
-    operators = Counter(node.op_type for node in ir.load(engine / "model.onnx").graph)
+    operators = Counter(node.op_type for node in engine_graph(engine))
     assert operators["FloatMatMul" if is_float else "QuantizedMatMul"] == 2 * 4 + 1  # Those of one input are one.
     assert not {"DequantizeLinear", "QuantizeLinear", "MatMul", "MatMulNBits"} & operators.keys()
     assert operators["CachedAttention"] == 2
@@ -67,7 +66,7 @@ def test_checkpoints_in_16_bits_have_our_products(form: str, dtype: torch.dtype,
     onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", qformat=form, verify=False)
     engine = make_engine(onnx_dir, tmp_path / "engine", **SIZES)
     assert open_engine(engine).backend.skips_unused_tokens
-    operators = Counter(node.op_type for node in ir.load(engine / "model.onnx").graph)
+    operators = Counter(node.op_type for node in engine_graph(engine))
     assert operators["FloatMatMul" if form == "auto" else "QuantizedMatMul"] == 2 * 4 + 1
     others = {"DequantizeLinear", "QuantizeLinear", "MatMul", "Div", "ReduceMax", "RMSNormalization"}
     assert not others & operators.keys()
@@ -157,7 +156,7 @@ def test_what_another_layer_adds_to_a_pass(form: str, bits: int, tmp_path: Path)
         checkpoint = make_onnx(hf, tmp_path / f"onnx{layers}", verify=False)
         if form != "float32":
             checkpoint = quantized(checkpoint, tmp_path / f"{form}{layers}", form, 32)
-        works.append(work_of(ir.load(make_engine(checkpoint, tmp_path / f"engine{layers}") / "model.onnx").graph))
+        works.append(work_of(engine_graph(make_engine(checkpoint, tmp_path / f"engine{layers}"))))
     fewer, more = works
     added = Counter(more.nodes) - Counter(fewer.nodes)
     products = "FloatMatMul" if form == "float32" else "QuantizedMatMul"

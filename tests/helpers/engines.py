@@ -8,14 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 from rich.console import Console
 
+from specbuild.compilers.cpu.fused_layers import split_layers
 from specbuild.convert.convert import convert
 from specbuild.convert.options import ConvertOptions
 from specbuild.engine.build import build_engine
 from specbuild.engine.config import engine_options
 from specbuild.progress import Stages
-from specrun.engine_dir.config import describe_file
+from specrun.engine_dir.config import GRAPH_NAME, describe_file
 from specrun.engine_dir.directories import locked
 from specrun.text.tokenizer import describe_tokenizer
 
@@ -36,6 +38,13 @@ def make_engine(checkpoint: Path, output: Path, **flags: Any) -> Path:
     (options,) = engine_options({"checkpoint_dir": checkpoint, "output_dir": output, **flags}, None)
     build_engine(options, stages=quiet())
     return output
+
+
+def engine_graph(engine: Path) -> ir.Graph:
+    """A CPU engine's graph, with a node for each operator."""
+    graph = ir.load(engine / GRAPH_NAME).graph
+    split_layers(graph)
+    return graph
 
 
 def redescribe(directory: Path) -> Path:

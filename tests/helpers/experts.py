@@ -18,6 +18,7 @@ from specrun.backends import Backend, open_host_backend
 from specrun.backends.ort_session import session_options
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
 from specrun.sampling.sampler import Floats
+from tests.helpers.engines import engine_graph
 from tests.helpers.families import POSITIONS
 from tests.helpers.parity import forward
 
@@ -77,7 +78,7 @@ TOKENS = [5, 17, 200, 31, 8]
 
 def operators(engine: Path) -> Counter[str]:
     """Of the graph and its branches."""
-    return Counter(node.op_type for node in graphs.all_nodes(ir.load(engine / GRAPH_NAME)))
+    return Counter(node.op_type for node in engine_graph(engine).all_nodes())
 
 
 def mxfp4(directory: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BuildConfigError, BuildError, CheckpointError
-from tests.helpers.engines import make_engine, make_onnx
+from tests.helpers.engines import engine_graph, make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
 from tests.helpers.quantized_checkpoints import (
     FORMATS,
@@ -44,7 +44,7 @@ def test_weights_stay_packed_and_the_graph_is_the_dequantized_model(checkpoint: 
 def test_processors_multiply_by_packed_weights(checkpoint: tuple[str, Path], tmp_path: Path) -> None:
     _, directory = checkpoint
     engine = make_engine(directory, tmp_path / "engine", backend="onnxruntime", max_draft_len=2)
-    operators = Counter(node.op_type for node in ir.load(engine / "model.onnx").graph)
+    operators = Counter(node.op_type for node in engine_graph(engine))
     assert operators["QuantizedMatMul"] == 2 * 4, operators  # Those of one input are one.
     assert "DequantizeLinear" not in operators, operators
 

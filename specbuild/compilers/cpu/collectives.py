@@ -8,6 +8,8 @@ from specbuild.sharding.collectives import COLLECTIVE
 from specrun.cpu_operators import DOMAIN, VERSION
 
 _OPERATORS = {"all_reduce": "AllReduce", "all_gather": "AllGather"}
+COLLECTIVES = set(_OPERATORS.values())
+"""Operator types of the collectives."""
 
 
 def use_collectives(model: ir.Model) -> int:

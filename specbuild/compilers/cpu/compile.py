@@ -17,6 +17,7 @@ from specbuild.compilers.cpu import formats
 from specbuild.compilers.cpu.attention import fuse_cached_attention, pack_attention
 from specbuild.compilers.cpu.collectives import use_collectives
 from specbuild.compilers.cpu.experts import use_chosen_experts
+from specbuild.compilers.cpu.fused_layers import fuse_layers
 from specbuild.compilers.cpu.recurrent import use_recurrent_operators
 from specbuild.compilers.cpu.rotation import look_up_by_position
 from specbuild.compilers.cpu.unused import mark_unused_tokens
@@ -25,6 +26,7 @@ from specbuild.graph import ops as graphs
 from specrun import cpu_operators
 from specrun.backends.ort import session_options
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo
+from specrun.engine_dir.directories import write_whole
 from specrun.errors import BuildError
 
 
@@ -132,6 +134,7 @@ def compile_graph(
     advance(0.1)
     version = _optimize(work)
     graphs.remove_recoded(output)
+    _fuse(work)
     advance(0.9)
     return Compiled(
         backend=BackendInfo(
@@ -147,6 +150,15 @@ def compile_graph(
         files=[name for name in (GRAPH_NAME, WEIGHTS_NAME) if (output / name).exists()],
         notes=work.notes,
     )
+
+
+def _fuse(work: Compilation) -> None:
+    """Join what ONNX Runtime has left of our own operators; it knows no node that others are joined in."""
+    path = work.output / GRAPH_NAME
+    model = ir.load(path)
+    if stages := fuse_layers(model.graph):
+        write_whole(path, graphs.to_bytes(model))
+        work.notes.append(f"{stages} operators in one node")
 
 
 def _optimize(work: Compilation) -> str:
