@@ -65,6 +65,11 @@ def fused() -> Node:
     return Node("FusedLayers", inputs, {"stages": "FloatMatMul FloatMatMul", "arguments": arguments, **attributes}, 2)
 
 
+def norm() -> Node:
+    inputs = {"x": floats(2, 3, 64), "weight": floats(32), "residual": floats(2, 3, 64)}
+    return Node("RMSNorm", inputs, {"epsilon": 1e-5}, 1)
+
+
 def float_product() -> Node:
     lines = floats(3 * 40 * 16)  # Three panels of 16 columns, 40 inputs.
     attributes = {"K": 40, "N": [20, 10], "made": 1, "epsilon": 1e-5}
@@ -135,6 +140,7 @@ NODES = {
     "lookup": lookup(),
     "sum of ranks": collective("AllReduce"),
     "all of ranks": collective("AllGather"),
+    "norm": norm(),
     "fused": fused(),
 }
 

@@ -111,7 +111,7 @@ def test_the_figures_are_the_results() -> None:
     for row in RESULTS:
         assert f"{row.speedup.median:.2f}" in words and f"{row.tokens_per_second.median:.1f}" in words
     assert "Batch 4: the draft pays, 1.75x with --draft_len auto." in found.text
-    assert words.count("50%") == 2, "2 GB/s of a copy's 4, in the chart"
+    assert words.count("50%") == 2, "2 GB/s of the probe's 4, in the chart"
     for name in ("coding", "qa", "output_len", "77"):
         assert name in words
 

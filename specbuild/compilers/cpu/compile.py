@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from specbuild.compilers import Compiled
-from specbuild.compilers.cpu import formats
+from specbuild.compilers.cpu import formats, norms
 from specbuild.compilers.cpu.attention import fuse_cached_attention, pack_attention
 from specbuild.compilers.cpu.collectives import use_collectives
 from specbuild.compilers.cpu.experts import use_chosen_experts
@@ -100,6 +100,11 @@ def use_own_attention(work: Compilation) -> None:
     work.notes.append(f"keys in 8 and values in {bits} bits, which specrun's own CPU operators round by token")
 
 
+def use_own_norms(work: Compilation) -> None:
+    """Norms that no product has taken in would stand between our operators. After attention, which reads some."""
+    norms.use_own_norms(work.model)
+
+
 def look_up_positions(work: Compilation) -> None:
     """What depends on positions alone is computed once. Behind attention, which has tables of its own."""
     look_up_by_position(work.model, work.build.cache_length)
@@ -117,6 +122,7 @@ PASSES: tuple[Callable[[Compilation], None], ...] = (
     use_own_collectives,
     use_own_products,
     use_own_attention,
+    use_own_norms,
     look_up_positions,
     leave_out_unused_tokens,
 )

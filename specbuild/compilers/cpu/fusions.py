@@ -84,7 +84,7 @@ def _prologue(x: ir.Value) -> Prologue | None:
         inner, scale = node.inputs
         axis = node.attributes.get_int("axis", -1)
         epsilon = node.attributes.get_float("epsilon", 1e-5)
-        if axis != -1 or inner is None or scale is None or _length(scale) is None:
+        if axis != -1 or inner is None or scale is None or scale_length(scale) is None:
             return None
         return Prologue(NORMALIZED, inner, scale, epsilon)
     if node.op_type != "Mul":
@@ -123,7 +123,7 @@ def _add_residual(graph: ir.Graph, node: ir.Node) -> None:
         return
     add = uses[0].node
     residual = add.inputs[1 - uses[0].idx]
-    if residual is None or not _is_stream(residual, node.attributes["N"].as_ints()[0]):
+    if residual is None or not is_stream(residual, node.attributes["N"].as_ints()[0]):
         return
     _, index = _PLACES[node.op_type]
     inputs = [*node.inputs, *[None] * (index + 1 - len(node.inputs))]
@@ -135,7 +135,7 @@ def _add_residual(graph: ir.Graph, node: ir.Node) -> None:
     )
 
 
-def _is_stream(value: ir.Value, width: int) -> bool:
+def is_stream(value: ir.Value, width: int | None) -> bool:
     """Whether a value is the residual stream of this width: it is normalized, and so has all axes of a product."""
     readers = [use.node for use in value.uses()]
     norms = [node for node in readers if node.op_type == "RMSNormalization"]
@@ -143,10 +143,10 @@ def _is_stream(value: ir.Value, width: int) -> bool:
     norm_scales = [
         node.inputs[_PLACES[node.op_type][0]] for node in readers if normalizes(node) and node.inputs[0] is value
     ]
-    return width in [_length(scale) for scale in [*scales, *norm_scales] if scale is not None]
+    return width in [scale_length(scale) for scale in [*scales, *norm_scales] if scale is not None]
 
 
-def _length(scale: ir.Value) -> int | None:
+def scale_length(scale: ir.Value) -> int | None:
     """The length of a constant vector, which may be cast; None where it is none."""
     node = scale.producer()
     vector = node.inputs[0] if node is not None and node.op_type == "Cast" else scale

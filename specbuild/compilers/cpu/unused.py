@@ -11,11 +11,12 @@ import onnx_ir as ir
 
 from specbuild.compilers.cpu.attention import OPERATOR as ATTENTION
 from specbuild.compilers.cpu.attention import PACKED_OPERATOR as PACKED_ATTENTION
+from specbuild.compilers.cpu.norms import RMS_NORM
 from specbuild.graph.ops import constant
 from specrun.cpu_operators import DOMAIN
 from specrun.engine_dir.contract import INPUT_IDS, UNUSED_TOKEN, past_names
 
-_OWN = {"QuantizedMatMul", "FloatMatMul", "EmbeddingLookup", ATTENTION, PACKED_ATTENTION}
+_OWN = {"QuantizedMatMul", "FloatMatMul", "EmbeddingLookup", RMS_NORM, ATTENTION, PACKED_ATTENTION}
 """Our operators, which carry no NaN from a token to others."""
 _BY_TOKEN = {
     *("Add", "Cast", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sigmoid"),

@@ -1,6 +1,6 @@
-"""How near passes of an engine come to the memory's bandwidth: bytes read a second, beside a copy measured here.
+"""How near passes of an engine come to the memory's bandwidth: bytes read a second, beside a probe that only reads.
 
-A pass reads every weight once, whatever its width, so it takes at least as long as a copy of as many bytes. Keys and
+A pass reads every weight once, whatever its width, so it takes at least as long as to read as many bytes. Keys and
 values are not counted, and all experts of a mixture are.
 """
 
@@ -26,8 +26,8 @@ from specrun.optional_packages import import_package
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_COPIED = 1 << 29
-"""Bytes that all cores copy together: more than their caches hold."""
+_PROBED = 1 << 29
+"""Bytes that all cores read together: more than their caches hold."""
 _LOOKUPS = {"Gather", "GatherBlockQuantized"}
 """Operators that read some rows of a table."""
 
@@ -41,8 +41,8 @@ class Share:
     """Bytes of weights that a pass reads."""
     milliseconds: float
     """Milliseconds of one pass."""
-    copy: float
-    """Bytes a second that a copy reads and writes."""
+    limit: float
+    """Bytes a second that the probe reads."""
 
     @property
     def bandwidth(self) -> float:
@@ -51,8 +51,8 @@ class Share:
 
     @property
     def share(self) -> float:
-        """Bandwidth of the passes / bandwidth of a copy."""
-        return self.bandwidth / self.copy
+        """Bandwidth of the passes / bandwidth of the probe."""
+        return self.bandwidth / self.limit
 
 
 def shares(target: Path, draft: Path | None, results: Sequence[Result]) -> list[Share]:
@@ -60,7 +60,7 @@ def shares(target: Path, draft: Path | None, results: Sequence[Result]) -> list[
 
     Engines run on the CPU. Raises ModuleNotFoundError without onnx_ir.
     """
-    copy = copy_speed()
+    limit = read_speed()
     splits = [result.split for result in results if result.split]
     kinds: list[tuple[str, Path | None, Callable[[Split], float]]] = [
         ("target, a step alone", target, lambda split: split.target_step_ms.median),
@@ -71,7 +71,7 @@ def shares(target: Path, draft: Path | None, results: Sequence[Result]) -> list[
     for name, directory, time_of in kinds:
         times = [milliseconds for split in splits if (milliseconds := time_of(split))]
         if directory and times:
-            shares_of_pair.append(Share(name, weight_bytes_of(directory), median(times), copy))
+            shares_of_pair.append(Share(name, weight_bytes_of(directory), median(times), limit))
     return shares_of_pair
 
 
@@ -93,14 +93,13 @@ def weight_bytes(graph: ir.Graph) -> int:
     return sum(read.values())
 
 
-def copy_speed() -> float:
-    """Bytes a second that all cores read and write together."""
+def read_speed() -> float:
+    """Bytes a second that all cores read together, of memory that no cache holds. They are only combined by XOR."""
     cores = num_threads()
-    size = _COPIED // cores
-    parts = [(np.ones(size, np.uint8), np.empty(size, np.uint8)) for _ in range(cores)]
+    parts = [np.ones(_PROBED // 8 // cores, np.uint64) for _ in range(cores)]
     with ThreadPoolExecutor(cores) as pool:
-        seconds = fastest(lambda: list(pool.map(lambda part: np.copyto(part[1], part[0]), parts)), 5)
-    return 2 * size * cores / seconds
+        seconds = fastest(lambda: list(pool.map(np.bitwise_xor.reduce, parts)), 5)
+    return sum(part.nbytes for part in parts) / seconds
 
 
 def fastest(run: Callable[[], object], passes: int) -> float:

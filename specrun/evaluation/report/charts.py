@@ -137,13 +137,13 @@ def rounds(results: Sequence[Result]) -> str:
 
 
 def bandwidth(shares: Sequence[Share]) -> str:
-    """Bytes read a second, beside a copy. Empty where nothing was timed."""
+    """Bytes read a second, beside a probe that only reads. Empty where nothing was timed."""
     if not shares:
         return ""
     figure, axes = _chart(0.9 + _ROW * len(shares) * 1.3)
     bars = axes.barh(range(len(shares)), [row.bandwidth / 1e9 for row in shares], 0.6, color=TARGET)
     axes.bar_label(bars, [f"{row.share:.0%}" for row in shares], padding=3)
-    axes.axvline(shares[0].copy / 1e9, color=LIMIT, linestyle="--", label="a copy")
+    axes.axvline(shares[0].limit / 1e9, color=LIMIT, linestyle="--", label="a probe that only reads")
     axes.set_yticks(range(len(shares)), [row.name for row in shares])
     axes.invert_yaxis()
     axes.set_xlabel("GB/s")

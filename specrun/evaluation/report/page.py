@@ -95,7 +95,7 @@ def _charts(results: Sequence[Result], shares: Sequence[Share]) -> list[_Chart]:
             "bandwidth",
             "Share of bandwidth",
             charts.bandwidth(shares),
-            "Bytes of weights that passes read a second; per cent of a copy. Models in the caches can exceed it.",
+            "Bytes of weights that passes read a second; per cent of a probe's. Models in the caches can exceed it.",
         ),
     ]
 
