@@ -1,4 +1,4 @@
-"""What runs an engine on a GPU: one protocol, one module for each runtime."""
+"""Backends on a GPU: one protocol, and a module for each runtime."""
 
 from __future__ import annotations
 

@@ -78,11 +78,11 @@ class DeviceRows:
                 self._write_penalties(row, request)
 
     def activate_row(self, row: int, request: Request) -> None:
-        """Let rounds work on ``row``, because its prompt is prefilled."""
+        """Include ``row`` in rounds, because its prompt is prefilled."""
         self._write(self.progress, row, np.array([(len(request.tokens), request.remaining)], PROGRESS))
 
     def deactivate_row(self, row: int) -> None:
-        """Let rounds skip ``row``, whose request has ended: the host may have ended it, as at a stop text."""
+        """Exclude ``row`` from rounds, because its request has ended, perhaps on the host as at a stop text."""
         self._write(self.progress, row, np.zeros(1, PROGRESS))
 
     def swap(self, row: int, second: int) -> None:

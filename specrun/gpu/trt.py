@@ -153,7 +153,7 @@ class TrtBackend(DeviceBackend):
         if config.backend.plugins:
             rtx_plugins.load()
         self._log = _log(self._trt)
-        # TensorRT's objects must outlive what was made from them. Python's garbage collection does not know that.
+        # A runtime must outlive its engines, and an engine its contexts. Python's garbage collection ignores that.
         self._runtime: Runtime = self._trt.Runtime(self._log)
         plan = directory / next(name for name in config.files if name.endswith(PLAN_SUFFIX))
         check_plan(plan, config, self._trt, self._runtime, device.number, capability)
@@ -279,7 +279,7 @@ def _check_engine(directory: Path, config: EngineConfig, engine: ICudaEngine) ->
     """Raise EngineDirError unless the plan has the contract's tensors and updates its caches as config.json says."""
     length = config.build_config.cache_length
     for cache in config.graph.cache_tensors:
-        # Prompts are prefilled in rows behind those that decode. TensorRT needs addresses that are multiples of 256.
+        # A call for prompts begins at a later row. TensorRT needs addresses that are multiples of 256.
         if cache.heads * length * cache.head_dim * config.graph.cache_element.nbytes % 256:
             raise EngineDirError(f"{directory}: its rows of {length} positions are not aligned; build the engine again")
     for state in config.graph.states:

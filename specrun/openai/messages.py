@@ -17,7 +17,7 @@ from specrun.openai.answers import Answer, Delta, usage
 from specrun.openai.body import OpenAIBody, read_chat
 from specrun.openai.fields import Fields, as_object, wrong
 from specrun.openai.output_items import Output, OutputItem
-from specrun.openai.shapes import Head, Shape, Stream
+from specrun.openai.shapes import Head, Shape, Stream, named_event
 from specrun.sampling.sampler import SamplingParams
 
 _REFUSED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": (), "n": (1,), "prompt_logprobs": ()}
@@ -76,7 +76,7 @@ class MessageStream(Stream):
 
     @override
     def begin(self) -> Iterator[str]:
-        yield _event("message_start", message=message(self._answer, self._head))
+        yield named_event("message_start", message=message(self._answer, self._head))
 
     @override
     def add(self, number: int, answer: Answer, delta: Delta) -> Iterator[str]:
@@ -84,30 +84,30 @@ class MessageStream(Stream):
             yield from self._switch_to(item)
             if text:
                 kind, name = _DELTAS[item.kind]
-                yield _event("content_block_delta", index=item.index, delta={"type": kind, name: text})
+                yield named_event("content_block_delta", index=item.index, delta={"type": kind, name: text})
 
     @override
     def fail(self, error: Mapping[str, Any]) -> Iterator[str]:
-        yield _event("error", **error_body(error))
+        yield named_event("error", **error_body(error))
 
     @override
     def end(self) -> Iterator[str]:
         yield from self._switch_to(None)
         ended = _end(self._answer)
         counts = ended.pop("usage")
-        yield _event("message_delta", delta=ended, usage=counts)
-        yield _event("message_stop")
+        yield named_event("message_delta", delta=ended, usage=counts)
+        yield named_event("message_stop")
 
     def _switch_to(self, item: OutputItem | None) -> Iterator[str]:
         """End the open block and begin the block of ``item``, unless it is the same."""
         if item is self._open:
             return
         if self._open:
-            yield _event("content_block_stop", index=self._open.index)
+            yield named_event("content_block_stop", index=self._open.index)
         self._open = item
         if item:
             empty = OutputItem(item.kind, item.id, item.index, item.call)
-            yield _event("content_block_start", index=item.index, content_block=block(empty))
+            yield named_event("content_block_start", index=item.index, content_block=block(empty))
 
 
 _DELTAS = {
@@ -172,11 +172,6 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "output_tokens": counts["completion_tokens"],
     }
-
-
-def _event(kind: str, **fields: Any) -> str:
-    data = {"type": kind, **fields}
-    return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 # ------------------------------------------------------------------------------------------------------- a body

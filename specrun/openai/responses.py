@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from specrun.openai.response_items import (
     read_items,
     with_ids,
 )
-from specrun.openai.shapes import Head, Shape, Stream
+from specrun.openai.shapes import Head, Shape, Stream, named_event
 from specrun.sampling.sampler import SamplingParams
 
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -306,9 +305,9 @@ class ResponseStream(Stream):
         return self._shape.response(self._answer, self._head, self._output, error)
 
     def _event(self, kind: str, **fields: Any) -> str:
-        data = {"type": kind, "sequence_number": self._number, **fields}
+        event = named_event(kind, sequence_number=self._number, **fields)
         self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        return event
 
 
 def _indices(item: OutputItem) -> dict[str, Any]:

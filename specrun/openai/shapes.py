@@ -33,6 +33,12 @@ class Head(NamedTuple):
     model: str
 
 
+def named_event(kind: str, **fields: Any) -> str:
+    """A server-sent event with a name, which is also its field ``type``."""
+    data = {"type": kind, **fields}
+    return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
 class Stream(Protocol):
     """An answer as server-sent events, each with its line ends."""
 

@@ -61,7 +61,7 @@ async def _chat(service: Service, request: Request) -> Response:
 
 
 async def _messages(service: Service, request: Request) -> Response:
-    """The same in Anthropic's Messages API."""
+    """A conversation to its next message, in Anthropic's Messages API."""
     return await respond(service, lambda _: MessageShape(), request)
 
 
@@ -86,7 +86,7 @@ async def _model(service: Service, request: Request) -> Response:
 
 
 async def _tokenize(service: Service, request: Request) -> Response:
-    """vLLM's: a ``prompt`` or ``messages`` to token ids."""
+    """A ``prompt`` or ``messages`` to token ids, as in vLLM."""
 
     def read(model: Model, body: Any) -> dict[str, Any]:
         parsed = read_either(body, max_prompt_len=model.max_input_len)
@@ -99,7 +99,7 @@ async def _tokenize(service: Service, request: Request) -> Response:
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
-    """vLLM's: ``tokens`` to their text."""
+    """``tokens`` to their text, as in vLLM."""
 
     def read(model: Model, body: Any) -> str:
         ids, vocab = as_object("body", body).get("tokens"), model.decoder.target.graph.vocab_size
@@ -139,7 +139,7 @@ async def _version(service: Service, request: Request) -> Response:
 
 
 async def _openapi(service: Service, request: Request) -> Response:
-    """This description, by OpenAPI."""
+    """This description, in OpenAPI's format."""
     return JSONResponse(_description())
 
 

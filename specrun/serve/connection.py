@@ -71,7 +71,7 @@ class ConnectionLimiter:
             self.wait(newest)
 
     def leave(self, connection: Connection) -> None:
-        """``connection`` has ended."""
+        """Forget a connection that has ended."""
         self._forget(connection)
         self._spare.pop(connection, None)
         self._by_address[connection.address] -= 1
@@ -79,12 +79,12 @@ class ConnectionLimiter:
             del self._by_address[connection.address]
 
     def wait(self, connection: Connection) -> None:
-        """From now on ``connection`` waits for a request."""
+        """Note that ``connection`` now waits for a request."""
         self._forget(connection)
         (self._new if connection.cycle is None else self._known)[connection] = None
 
     def wait_for_reader(self, connection: Connection) -> None:
-        """From now on ``connection`` waits until its client has read. Those that have waited longest may be ended."""
+        """Note that ``connection`` now waits for its client to read. Those that have waited longest may be ended."""
         self._forget(connection)
         self._unread[connection] = None
         unread = sum(connection.transport.get_write_buffer_size() for connection in self._unread)
@@ -94,7 +94,7 @@ class ConnectionLimiter:
             longest.end_unread("too much is unread")
 
     def go_on(self, connection: Connection) -> None:
-        """The client of ``connection`` has read."""
+        """Note that the client of ``connection`` has read."""
         self._unread.pop(connection, None)
         if connection.is_waiting:
             self.wait(connection)
@@ -207,7 +207,7 @@ class Connection(H11Protocol):
 
     @override
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is written to."""
+        """Handle a client that reads more slowly than the server writes."""
         super().pause_writing()
         self._paused_at = self.loop.time()
         self._watch_reader()
@@ -215,7 +215,7 @@ class Connection(H11Protocol):
 
     @override
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Handle a client that has read all bytes."""
         super().resume_writing()
         self._end_stall()
         self._limiter.go_on(self)

@@ -25,8 +25,8 @@ class Generation:
     with Generation(engine, metrics, requests) as generation:
         async for number, update in generation:
 
-    ``number`` is the request's. Leaving the block cancels the requests that have not ended. So does a reader that falls
-    behind by more than ``limits.MAX_UNREAD_ENTRIES``, where updates are bounded.
+    ``number`` is the request's. Leaving the block cancels the requests that have not ended. Where unread updates are
+    limited, a slow reader with more than ``limits.MAX_UNREAD_ENTRIES`` cancels them too.
     """
 
     def __init__(

@@ -11,9 +11,9 @@ from specrun.errors import RequestError
 
 ENVIRONMENT = "SPECRUN_API_KEY"
 _NO_REUSE = "no_block_reuse"
-"""Written behind a key: its requests share no prefix cache, whose speed reveals prompts of others."""
+"""Word after a key: its requests share no prefix cache, whose speed reveals prompts of others."""
 _LIMITS = ("requests_per_minute", "tokens_per_minute")
-"""Written behind a key as name=number."""
+"""Words after a key, as name=number."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ApiKey:
 def read_keys(path: Path | None) -> list[ApiKey]:
     """The keys of a file, one a line, and the one of the environment.
 
-    A line is a key, and behind it ``no_block_reuse``, ``requests_per_minute=N``, ``tokens_per_minute=N``, or nothing;
-    one that begins with ``#`` is a comment. Raises RequestError.
+    A line is a key, which ``no_block_reuse``, ``requests_per_minute=N`` and ``tokens_per_minute=N`` may follow. A line
+    that begins with ``#`` is a comment. Raises RequestError.
     """
     keys = [_key(words) for words in _lines(path)] if path else []
     if path and not keys:

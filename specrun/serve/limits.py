@@ -42,4 +42,4 @@ MAX_STORED_BYTES = 64 << 20
 MAX_UNREAD_ENTRIES = 8192
 """Maximum number of unread tokens and log-probabilities of an answer in events."""
 UNREAD_ENTRIES_PER_ANSWER = 256
-"""The same for each answer, where a body has many."""
+"""Minimum of it for each answer of a body that has many."""

@@ -24,7 +24,7 @@ class ModelNames:
         self._created = int(time.time())
 
     def replace(self, specs: Sequence[ModelSpec]) -> list[ModelEntry]:
-        """From now on only ``specs`` have names. Models that stay equal keep their entries. Returns the new entries."""
+        """Give names only to ``specs``. Models that stay equal keep their entries. Returns the new entries."""
         old = {entry.spec.name: entry for entry in self.entries}
         new: list[ModelEntry] = []
         self._by_name = {}

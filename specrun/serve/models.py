@@ -50,7 +50,7 @@ class Models:
             self._start_engine(self.names.find(name), model)
 
     def replace(self, specs: Sequence[ModelSpec]) -> None:
-        """From now on bodies may name ``specs``. Models that stay equal stay loaded; requests keep theirs."""
+        """Let bodies name only ``specs``. Models that stay equal stay loaded; requests keep theirs."""
         self._entries += self.names.replace(specs)
         self._schedule()
 

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from specrun.serve.bodies import BodyReader
 from specrun.serve.departure import unless_client_leaves
 from specrun.serve.keys import ApiKey
-from specrun.serve.limits import MAX_STORED_RESPONSES
 from specrun.serve.listening import ListenOptions
 from specrun.serve.model import Model
 from specrun.serve.models import Models
@@ -27,14 +26,14 @@ class Service:
     """The models of a server, and who may use them."""
 
     models: Models
-    keys: Sequence[ApiKey] = ()
+    keys: Sequence[ApiKey]
     """API keys that may use the server; empty: no key is needed."""
-    allowed_hosts: Collection[str] | None = None
+    allowed_hosts: Collection[str] | None
     """Host names that the server answers to, besides those of this machine. None: all."""
-    listening: ListenOptions = field(default_factory=ListenOptions)
-    log_prompts: bool = False
-    responses: ResponseStore = field(default_factory=lambda: ResponseStore(MAX_STORED_RESPONSES))
-    tracing: Tracing | None = None
+    listening: ListenOptions
+    log_prompts: bool
+    responses: ResponseStore
+    tracing: Tracing | None
     """Sender of traces; None: none are sent."""
     rates: RateLimits = field(default_factory=RateLimits)
     bodies: BodyReader = field(default_factory=BodyReader)

@@ -89,19 +89,19 @@ class DeviceModelDrafter(DeviceDrafter):
                 request.stop_drafting(BackendError(NON_FINITE_LOGITS))  # The kernel ``accept`` has stopped it too.
 
     def _passes(self, draft_len: int) -> tuple[int, int]:
-        """How many draft tokens of a row one pass gives logits of, and how many passes a round of ``draft_len`` has."""
+        """Draft tokens of a row with logits in one pass, and passes in a round of ``draft_len``."""
         return 1, draft_len
 
     def _first_step_len(self, draft_len: int) -> int:
-        """Tokens of the first step of a round of ``draft_len``."""
+        """Number of tokens in the first step of a round of ``draft_len``."""
         return FIRST_DRAFT_STEP_LEN
 
     def _query_len(self, draft_len: int) -> int:
-        """The most tokens of one pass in a round of ``draft_len``."""
+        """Maximum number of tokens of a row in one pass, in a round of ``draft_len``."""
         return self._first_step_len(draft_len)
 
     def _num_read(self, outcome: Outcome | SpecError) -> int:
-        """How many of a round's accepted draft tokens the cache holds. The last draft token was not fed."""
+        """Number of a round's accepted draft tokens in the cache. The last draft token was not fed."""
         return max(0, num_accepted(outcome) - 1)
 
     def _draft(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None = None) -> None:

@@ -10,13 +10,14 @@ from typing import Protocol
 
 from specrun.devices import Device, DeviceArray
 
-_MOST_BLOCKS = 32
-"""The most blocks that work on a row."""
+_MAX_BLOCKS = 32
+"""Maximum number of blocks that work on a row."""
 _LOGITS_OF_A_BLOCK = 1024 * 4
-"""The fewest logits for which another block pays."""
+"""Number of logits for which another block is worth its cost."""
 _BYTES_OF_A_BLOCK = 1 << 14
+"""Number of bytes that a block moves."""
 _COLUMNS_OF_A_BLOCK = 256
-"""Columns of a Markov head's W2 in a block, one a thread."""
+"""Number of columns of a Markov head's W2 in a block, one a thread."""
 
 
 class RowState(Protocol):
@@ -40,12 +41,12 @@ class RowState(Protocol):
 
 
 def blocks_per_group(groups: int, vocab: int, multiprocessors: int) -> int:
-    """How many blocks each of ``groups`` thread groups has: all run at the same time, a block on a multiprocessor."""
-    return max(1, min(multiprocessors // groups, -(-vocab // _LOGITS_OF_A_BLOCK), _MOST_BLOCKS))
+    """Number of blocks of each of ``groups`` thread groups, so that all run at the same time, one a multiprocessor."""
+    return max(1, min(multiprocessors // groups, -(-vocab // _LOGITS_OF_A_BLOCK), _MAX_BLOCKS))
 
 
 def blocks_for_bytes(size: int) -> int:
-    """How many blocks move ``size`` bytes."""
+    """Number of blocks that move ``size`` bytes."""
     return max(1, -(-size // _BYTES_OF_A_BLOCK))
 
 

@@ -98,8 +98,8 @@ STRUCTS = {
 class Record(enum.IntEnum):
     """Indices into a row's record of 64-bit integers, the result of a round."""
 
-    DRAFTED = 0  # How many tokens were drafted: fewer than asked for where the draft failed.
-    ACCEPTED = 1  # How many of them stand.
+    DRAFTED = 0  # Number of draft tokens: fewer than planned where the draft failed.
+    ACCEPTED = 1  # Number of accepted ones.
     NEXT_TOKEN = 2  # The target's token after them; -1 where its logits were not numbers.
     DRAFTS = 3  # The first of the draft tokens, which are the rest.
 
@@ -148,7 +148,7 @@ def struct(name: str, dtype: np.dtype[Any]) -> str:
         fields.append(f"  {C_TYPES[element.str]} {field}{''.join(f'[{size}]' for size in shape)};")
         offsets.append(f'static_assert(__builtin_offsetof({name}, {field}) == {offset}, "where {name}.{field} lies");')
     size = f'static_assert(sizeof({name}) == {dtype.itemsize}, "the size of {name}");'
-    # NVRTC knows no offsets; it lays structs out as the host's compiler does.
+    # NVRTC has no offsetof; it lays structs out as the host's compiler does.
     return "\n".join([f"struct {name} {{", *fields, "};", size, "#ifndef __CUDACC__", *offsets, "#endif"])
 
 
