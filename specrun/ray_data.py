@@ -1,7 +1,7 @@
-"""A stage for Ray Data: rows with questions in, the same rows with answers out, by a decoder in each actor.
+"""A stage for Ray Data: it adds answers to rows with questions, by a decoder in each actor.
 
-A row says what a line of ``specrun generate --input_file`` says. Texts depend on nothing but the row and its seed, so
-they are the same on one machine and on many, and after a node was lost.
+A row has the fields of a line of ``specrun generate --input_file``. Texts depend only on the row and its seed, so they
+are the same on one machine and on many, and after a node was lost.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from specrun.request.options import RequestOptions
 from specrun.sampling.sampler import SamplingParams
 
 COLUMNS = ("texts", "token_ids", "finish_reasons", "error")
-"""The columns that rows get: n of each, or none and an error."""
+"""Columns that are added to rows: lists of n values, or empty lists and an error."""
 
 
 class SpecrunBatch:
-    """For ``Dataset.map_batches``: owns a decoder, whose rows all questions of a batch share."""
+    """For ``Dataset.map_batches``: owns a decoder. All questions of a batch share its rows."""
 
     def __init__(
         self,
@@ -42,17 +42,16 @@ class SpecrunBatch:
     ) -> None:
         """Open the pair, as ``SpeculativeDecoder.open`` does. Raises what that raises.
 
-        params, options, n: for what a row leaves out. carry: columns that are not part of the question.
+        params, options, n: defaults for a row. carry: columns that are not part of the question.
         """
         self._decoder = SpeculativeDecoder.open(target, draft, config, tokenizer_dir, build=build)
         self._carry = frozenset(carry)
-        given = params or SamplingParams()
-        self._defaults = Defaults(given, options or RequestOptions(), n, DEFAULTS, str(target))
+        self._defaults = Defaults(params or SamplingParams(), options or RequestOptions(), n, DEFAULTS, str(target))
 
     def __call__(self, batch: Any) -> Any:
-        """A pyarrow table with answers. batch: a pyarrow table, or arrays by the name of their column.
+        """Return a pyarrow table with answers. batch: a pyarrow table, or arrays by the names of columns.
 
-        A row that cannot be served has an error in its row. Errors of the engines are raised, so that Ray tries again.
+        A row that cannot be served gets an error. Errors of the engines are raised, so that Ray tries again.
         """
         arrow: Any = import_package("pyarrow")
         table = arrow.table({name: list(batch[name]) for name in batch}) if isinstance(batch, dict) else batch

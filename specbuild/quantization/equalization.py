@@ -50,7 +50,7 @@ class NormReaders(TorchFunctionMode):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """See what runs in the block."""
+        """Record the norms and linear layers that run in the block."""
         hooks = [norm.register_forward_hook(self._note) for norm in self._norms]
         try:
             with self:

@@ -1,4 +1,4 @@
-"""What runs an engine on a GPU: one protocol, one module for each runtime."""
+"""Backends on a GPU: one protocol, and a module for each runtime."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DeviceCache(RecurrentCache, Protocol):
     """The rows of a model's cache in device memory, and a pool of blocks."""
 
     states: DeviceStates | None
-    """What recurrent layers keep; None: there are none."""
+    """States of recurrent layers; None for models without them."""
 
     def allocate_pool(self, blocks: int) -> None:
         """Allocate a pool of ``blocks`` blocks. Raises RuntimeError the second time."""
@@ -42,45 +42,45 @@ class DeviceCache(RecurrentCache, Protocol):
 
 
 class DeviceBackend(Protocol):
-    """An opened engine whose inputs and outputs are device memory. Queues its work on its device's stream."""
+    """An opened engine with inputs and outputs in device memory. Queues its work on its device's stream."""
 
     config: EngineConfig
     device: Device
     """Device that holds inputs and logits."""
 
     cache: DeviceCache
-    """There from ``allocate_cache`` on."""
+    """Cache of the engine; set by ``allocate_cache``."""
 
     devices: Sequence[Device]
-    """``device``, and those of further ranks."""
+    """``device``, and the devices of further ranks."""
 
     @property
     def capturable(self) -> bool:
-        """Whether a recording of the stream may contain what has been queued with ``fixed``."""
+        """Whether a CUDA graph may contain the passes that were queued with ``fixed``."""
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory that the engine will take beside weights and cache; 0 where it cannot tell."""
+        """Bytes of memory that the engine takes beside weights and cache; 0 if unknown."""
 
     def allocate_cache(self) -> None:
-        """Make the cache, for the largest batch and the longest text, without a prefix cache."""
+        """Allocate the cache for the largest batch and the longest text, without a prefix cache."""
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """Queue one forward pass as the graph contract says: ``feed`` -> logits [B, K, V].
 
-        On rows ``first .. first + B`` of the cache. States of recurrent layers are left beside those of the rows.
-        fixed: calls of this shape come again in every round, so it is worth preparing for.
+        The pass works on rows ``first .. first + B`` of the cache. It writes states of recurrent layers beside those of
+        the rows. fixed: rounds repeat calls of this shape, so the engine may prepare for it.
         """
 
     def save_kernels(self) -> None:
-        """Keep what was compiled for this GPU for later runs, as ``close`` does."""
+        """Store the kernels that were compiled for this GPU for later runs, as ``close`` does."""
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Free the engine."""
 
 
 def bound_tensors(cache: DeviceCache, cache_owner: DeviceBackend | None, first: int, rows: int) -> list[DeviceArray]:
-    """Rows ``first .. first + rows`` of all tensors of a cache, those that a target lends included."""
+    """Rows ``first .. first + rows`` of all tensors of a cache, and of the one that the cache owner shares."""
     shared = cache_owner.cache.part(first, rows)[-1:] if cache_owner else []
     return [*cache.part(first, rows), *shared]
 
@@ -91,7 +91,7 @@ def why_no_gpu_backend(name: BackendName) -> str | None:
         return reason
     try:
         module = import_package(name)
-    except Exception as error:  # Broken installations raise what they like.
+    except Exception as error:  # A broken installation may raise anything.
         return f"{name} does not load: {' '.join(str(error).split())}"
     if name == "onnxruntime" and "CUDAExecutionProvider" not in module.get_available_providers():
         return "this onnxruntime has no CUDA; pip install onnxruntime-gpu in its place"
@@ -101,9 +101,10 @@ def why_no_gpu_backend(name: BackendName) -> str | None:
 def open_device_backend(
     directory: Path, config: EngineConfig, devices: Sequence[CudaDevice], cache_owner: DeviceBackend | None = None
 ) -> DeviceBackend:
-    """Load an engine onto a GPU, or one of several ranks onto as many. cache_owner: of a head, its target on its GPU.
+    """Load an engine onto a GPU, or one of several ranks onto as many GPUs.
 
-    Raises EngineDirError, and BackendError when its runtime is not installed.
+    cache_owner: for a head, its target on the same GPU. Raises EngineDirError, and BackendError when its runtime is not
+    installed.
     """
     device = devices[0]
     if config.backend.name == "onnxruntime":

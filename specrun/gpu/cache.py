@@ -11,16 +11,16 @@ from typing_extensions import override
 
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir.cache_tensors import CacheTensor
+from specrun.gpu.backend import DeviceCache
 from specrun.gpu.kernels import calls
 from specrun.gpu.kernels.layout import CACHE_TENSOR
 from specrun.gpu.states import DeviceStates
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.kept_states import TOKENS_OF_STATE
-from specrun.kv_cache.rows import RecurrentCache
 
 
-class DeviceKVCache(RecurrentCache):
-    """See ``KVCache``: for every cache tensor, rows [rows, heads, length, head_dim] and a pool of blocks.
+class DeviceKVCache(DeviceCache):
+    """The cache of one GPU: for every cache tensor, rows [rows, heads, length, head_dim] and a pool of blocks.
 
     Rows are allocated at once. The pool [blocks, heads, BLOCK, head_dim] is allocated later, when it is known how much
     memory is free. Raises BackendError where memory is short.
@@ -38,7 +38,7 @@ class DeviceKVCache(RecurrentCache):
     ) -> None:
         """storage: the dtype of the elements. length: positions of a row. states: those of the same rows.
 
-        new_positions: of how many positions an engine's outputs are kept, which ``write_new`` writes into rows.
+        new_positions: number of positions that ``new`` has memory for; 0 for engines that update the cache in place.
         """
         self.rows = rows
         self.length = length
@@ -63,8 +63,8 @@ class DeviceKVCache(RecurrentCache):
         self._max_heads = max((shape.heads for shape in shapes), default=0)
         self._max_position_bytes = max((shape.head_dim for shape in shapes), default=0) * self._storage.itemsize
 
+    @override
     def allocate_pool(self, blocks: int) -> None:
-        """Allocate a pool of ``blocks`` blocks. Raises RuntimeError the second time."""
         if self._pool:
             raise RuntimeError("the pool is allocated already")
         if blocks:
@@ -76,8 +76,8 @@ class DeviceKVCache(RecurrentCache):
             self.kept_states = blocks * BLOCK // TOKENS_OF_STATE
             self.states.allocate_pool(self.kept_states)
 
+    @override
     def part(self, first: int, rows: int) -> list[DeviceArray]:
-        """Views [rows, heads, length, head_dim] of rows ``first .. first + rows``, one for each cache tensor."""
         parts = []
         for shape, tensor in zip(self._shapes, self._tensors, strict=True):
             row = (shape.heads, self.length, shape.head_dim)
@@ -96,20 +96,20 @@ class DeviceKVCache(RecurrentCache):
             self.states.clear(row)
 
     @override
-    def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
+    def swap(self, row: int, other: int, lengths: tuple[int, int]) -> None:
         if positions := max(lengths):
             calls.swap_rows(
                 self._device,
                 tensors=self._tensor_table,
                 length=self.length,
-                one=one,
+                row=row,
                 other=other,
                 positions=positions,
                 heads=self._max_heads,
                 size=self._max_position_bytes,
             )
         if self.states:
-            self.states.swap(one, other)
+            self.states.swap(row, other)
 
     @override
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
@@ -120,23 +120,23 @@ class DeviceKVCache(RecurrentCache):
         self._copy(row, start, blocks, saving=False)
 
     @override
-    def save_state(self, row: int, place: int) -> None:
+    def save_state(self, row: int, slot: int) -> None:
         if self.states:
-            self.states.save(row, place)
+            self.states.save(row, slot)
 
     @override
-    def load_state(self, row: int, place: int) -> None:
+    def load_state(self, row: int, slot: int) -> None:
         if self.states:
-            self.states.load(row, place)
+            self.states.load(row, slot)
 
     def new(self) -> list[DeviceArray]:
         """Memory for an engine's new keys and values, if they are outputs: [B, heads, S, head_dim] of each tensor."""
         return self._new
 
     def write_new(self, first: int, write_indices: DeviceArray, query_len: int) -> None:
-        """Queue that ``new`` is written to rows from ``first`` on, at ``write_indices`` [B] int64.
+        """Queue a copy of ``new`` to the rows from ``first`` on, at ``write_indices`` [B] int64.
 
-        Raises ValueError where it has no room for so many positions.
+        Raises ValueError where ``new`` has no room for so many positions.
         """
         (batch,) = write_indices.shape
         if batch * query_len > self._new[0].shape[0]:
@@ -152,11 +152,11 @@ class DeviceKVCache(RecurrentCache):
             size=self._max_position_bytes,
         )
 
-    def _write_table(self, table: DeviceArray, others: Sequence[int]) -> None:
-        """Write the addresses of all tensors, and of their pools or new positions, where kernels read them."""
+    def _write_table(self, table: DeviceArray, pools: Sequence[int]) -> None:
+        """Write the CACHE_TENSORs that kernels read. pools: address of each tensor's pool or new positions."""
         content = [
-            (rows.address, other, shape.heads, shape.head_dim * self._storage.itemsize)
-            for shape, rows, other in zip(self._shapes, self._tensors, others, strict=True)
+            (rows.address, pool, shape.heads, shape.head_dim * self._storage.itemsize)
+            for shape, rows, pool in zip(self._shapes, self._tensors, pools, strict=True)
         ]
         self._device.write(table, np.array(content, CACHE_TENSOR))
 

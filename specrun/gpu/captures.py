@@ -19,7 +19,7 @@ class Captures:
         self._backends = backends
         self._seen: set[Hashable] = set()
         self._refused: set[Hashable] = set()
-        """Keys of work that could not be captured, for want of memory say."""
+        """Keys of work that could not be captured, for example because memory was short."""
         self._captured: dict[Hashable, Callable[[], None]] = {}
 
     def __contains__(self, key: Hashable) -> bool:
@@ -29,17 +29,15 @@ class Captures:
     def queue(self, device: Device, key: Hashable, work: Callable[[], None]) -> bool:
         """Queue ``work``: call by call the first time, which also warms the engines up; later as one captured piece.
 
-        Returns whether the work takes as long as it will from now on.
+        Returns False while the work of ``key`` is warming up; its time is then ignored.
         """
-        steady = key in self._captured or (key in self._seen and not self._may_capture(key))
-        if key in self._seen and key not in self._captured and self._may_capture(key):
+        warm = key in self._seen
+        captures = warm and self._enabled and key not in self._captured and key not in self._refused
+        if captures:
             self._try_to_capture(device, key, work)
         self._captured.get(key, work)()
         self._seen.add(key)
-        return steady
-
-    def _may_capture(self, key: Hashable) -> bool:
-        return self._enabled and key not in self._refused
+        return warm and not captures
 
     def clear(self) -> None:
         """Free all captures. The engines in them must be closed later."""

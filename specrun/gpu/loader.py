@@ -62,20 +62,20 @@ def open_on_gpus(
             "them, or build the draft for the CPU"
         )
     blocks = cached_blocks(target, rows, config)
-    asked = blocks if config.max_tokens_in_kv_cache is not None else 0
+    fixed_blocks = blocks if config.max_tokens_in_kv_cache is not None else 0
     with ExitStack() as opened:
         devices = _open_devices(parts, opened)
-        apart = draft in on_gpus and draft is not None and draft.gpu != target.gpu
-        needs = {part.role: _need(part, draft_len, rows, apart, asked) for part in parts}
+        draft_is_remote = draft in on_gpus and draft is not None and draft.gpu != target.gpu
+        needs = {part.role: _need(part, draft_len, rows, draft_is_remote, fixed_blocks) for part in parts}
         _require_room(parts, needs, devices, config)
         backends: dict[str, DeviceBackend] = {}
         for engine in on_gpus:
             cache_owner = backends["target"] if engine.config.graph.is_head else None
-            own = [devices[gpu] for gpu in engine.gpus]
-            backend = open_device_backend(engine.directory, engine.config, own, cache_owner)
+            engine_devices = [devices[gpu] for gpu in engine.gpus]
+            backend = open_device_backend(engine.directory, engine.config, engine_devices, cache_owner)
             backends[engine.role] = backend
             opened.callback(backend.close)
-            # Its weights are allocated now, so they are no longer part of what must fit.
+            # Its weights are allocated now, so the next check does not count them.
             for part in engine.parts():
                 needs[part.role] = replace(needs[part.role], weights=0, workspace=backend.workspace_bytes)
         _require_room(parts, needs, devices, config)
@@ -88,9 +88,9 @@ def open_on_gpus(
             elif draft.config.graph.is_head:
                 make_drafter = partial(DeviceHeadDrafter, backends["draft"])
         else:
-            on_host = cached_blocks_on_host([draft], rows, config) if draft else 0
+            host_blocks = cached_blocks_on_host([draft], rows, config) if draft else 0
             vocab_size = target.config.graph.vocab_size
-            if drafter := host_drafter(draft, draft_len, on_host, vocab_size, config):
+            if drafter := host_drafter(draft, draft_len, host_blocks, vocab_size, config):
                 opened.callback(drafter.close)
                 make_drafter = partial(UploadedDrafter, drafter)
         round_ = DeviceRound(backends["target"], make_drafter, draft_len, config.use_logits, rows, config.cuda_graph)
@@ -98,10 +98,10 @@ def open_on_gpus(
     try:
         if config.warm_up:
             round_.warm_up(show, times_rounds=bool(draft_len) and config.fixed_draft_len is None)
-        for number, device in devices.items() if not asked else ():
-            own_configs = [part.config for part in parts if part.gpu == number]
+        for number, device in devices.items() if not fixed_blocks else ():
+            configs = [part.config for part in parts if part.gpu == number]
             free = device.free_memory()[0]
-            blocks = min(blocks, blocks_that_fit(free, config.kv_cache_free_gpu_memory_fraction, own_configs))
+            blocks = min(blocks, blocks_that_fit(free, config.kv_cache_free_gpu_memory_fraction, configs))
         round_.allocate_pools(blocks)
     except BaseException as error:
         # The traceback's frames hold execution contexts, which must be freed before engines.
@@ -119,16 +119,16 @@ def _open_devices(engines: list[Engine], opened: ExitStack) -> dict[int, CudaDev
             devices[engine.gpu] = open_gpu(engine.gpu)
             opened.callback(devices[engine.gpu].close)
     # In both directions: draft tokens go to the target's GPU, and committed tokens come back.
-    for here, there in permutations(devices.values(), 2):
-        here.enable_peer_access(there)
+    for device, peer in permutations(devices.values(), 2):
+        device.enable_peer_access(peer)
     return devices
 
 
-def _need(engine: Engine, draft_len: int, rows: int, apart: bool, blocks: int) -> Need:
+def _need(engine: Engine, draft_len: int, rows: int, draft_is_remote: bool, blocks: int) -> Need:
     if engine.role.startswith("draft"):
-        return need(engine.role, engine.config, rows, positions=draft_len, texts=apart, blocks=blocks)
-    # Penalties change a copy of the logits. A draft on another GPU sends its logits here.
-    positions = 2 * (draft_len + 1) + (draft_len if apart else 0)
+        return need(engine.role, engine.config, rows, positions=draft_len, texts=draft_is_remote, blocks=blocks)
+    # Penalties change a copy of the logits. A draft on another GPU sends its logits to the target's.
+    positions = 2 * (draft_len + 1) + (draft_len if draft_is_remote else 0)
     return need(engine.role, engine.config, rows, positions, texts=True, blocks=blocks)
 
 
@@ -137,5 +137,5 @@ def _require_room(
 ) -> None:
     fraction = config.kv_cache_free_gpu_memory_fraction
     for number, device in devices.items():
-        own = [needs[engine.role] for engine in engines if engine.gpu == number]
-        require_room(f"GPU {number} ({device.name})", device.free_memory()[0], fraction, own)
+        gpu_needs = [needs[engine.role] for engine in engines if engine.gpu == number]
+        require_room(f"GPU {number} ({device.name})", device.free_memory()[0], fraction, gpu_needs)

@@ -18,17 +18,17 @@ class Need:
     weights: int
     cache: int
     buffers: int
-    """Token ids, logits, the rows' texts, what acceptance works on, and new keys and values that are outputs."""
+    """Bytes of token ids, logits, the rows' texts, acceptance, and new keys and values that are outputs."""
     workspace: int = 0
-    """Memory that the plan computes in. Only a loaded plan knows it, so it is 0 in the first check."""
+    """Bytes that the engine computes in. They are known once it is loaded, and 0 in the first check."""
 
 
 def need(role: str, config: EngineConfig, rows: int, positions: int, texts: bool, blocks: int) -> Need:
     """The memory that an engine takes. Cache and logits are exact; weights are assumed as large as the engine's files.
 
-    Masks are counted for every position, though copies have none.
+    It counts masks for every position, though copies have none.
 
-    rows: of a round. positions: how many positions of each row have logits in memory, copies included.
+    rows: of a round. positions: number of positions of each row with logits in memory, copies included.
     texts: whether the engine's GPU holds the rows' texts. blocks: of the prefix cache; 0 if the user gave no number.
     """
     build, graph = config.build_config, config.graph
@@ -65,7 +65,7 @@ def require_room(gpu: str, free: int, fraction: float, needs: list[Need]) -> Non
 
 
 def blocks_that_fit(free: int, fraction: float, engines: list[EngineConfig]) -> int:
-    """How many prefix cache blocks each of ``engines`` may have, when everything else is allocated.
+    """Number of prefix cache blocks that each of ``engines`` may have, when everything else is allocated.
 
     free: bytes that are free beside the caches' rows. Rows and blocks together may take ``fraction`` of the memory that
     is free without them.

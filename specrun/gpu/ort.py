@@ -18,7 +18,7 @@ from specrun.gpu.cache import DeviceKVCache
 
 
 class OrtDeviceBackend(DeviceBackend):
-    """See ``DeviceBackend``. The same graph on device memory: CUDA's, or for tests the host's."""
+    """Runs a graph on device memory: CUDA's, or the host's in tests."""
 
     def __init__(
         self, directory: Path, config: EngineConfig, device: Device, cache_owner: DeviceBackend | None = None
@@ -44,16 +44,16 @@ class OrtDeviceBackend(DeviceBackend):
     @property
     @override
     def capturable(self) -> bool:
-        """Memory of ONNX Runtime's first call of a shape serves the next ones, so that they allocate nothing.
+        """ONNX Runtime reuses the memory of a shape's first call, so later calls allocate nothing.
 
-        The device refuses to capture what is partly computed on the host.
+        The device refuses to capture graphs that are partly computed on the host.
         """
         return self.device.kind == "cuda" and self.config.backend.capturable
 
     @property
     @override
     def workspace_bytes(self) -> int:
-        """ONNX Runtime allocates on its own and does not tell."""
+        """0: ONNX Runtime does not report what it allocates."""
         return 0
 
     @override
@@ -86,7 +86,7 @@ class OrtDeviceBackend(DeviceBackend):
 
     @override
     def save_kernels(self) -> None:
-        """It compiles none."""
+        """Nothing: ONNX Runtime compiles none."""
 
     @override
     def close(self) -> None:
@@ -98,7 +98,7 @@ class OrtDeviceBackend(DeviceBackend):
 
 
 def _load_cuda_libraries() -> None:
-    """Load what ONNX Runtime's CUDA provider links to: it looks on the system only, pip puts it elsewhere."""
+    """Load the libraries of ONNX Runtime's CUDA provider, which does not find those that pip has installed."""
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
     for name in ("cudart", "cublasLt", "cublas", "curand"):

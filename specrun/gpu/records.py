@@ -1,4 +1,4 @@
-"""What the kernels record of a round, which is all that the host reads of it."""
+"""The records that the kernels write of a round. The host reads nothing else of it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class DeviceRecords:
 
 
 class QueuedRound:
-    """A round from when it is queued until the next one that uses this object: its time, and its records on the host.
+    """A queued round: its time, and its records on the host. A later round uses the object again.
 
-    Every one has memory of its own for the records, so that they stay while the device goes on with another round.
+    Each object has its own memory for the records, so they stay while the device works on another round.
     """
 
     def __init__(self, records: DeviceRecords) -> None:
@@ -49,7 +49,7 @@ class QueuedRound:
         self._began, self._ended = records.device.event(), records.device.event()
 
     def begin(self) -> None:
-        """Queue the time at which it begins, before its work."""
+        """Queue the event of its begin, before its work."""
         self._began.record()
 
     def end(self, batch: int, draft_len: int, is_steady_state: bool) -> None:
@@ -65,11 +65,11 @@ class QueuedRound:
 
     @property
     def seconds(self) -> float:
-        """How long it took, once it was waited for."""
+        """Seconds that the device took for it. Call ``wait`` first."""
         return self._ended.seconds_since(self._began)
 
     def outcome(self, row: int, request: Request) -> Outcome | SpecError:
-        """What a row's record decides for ``request``, once it was waited for.
+        """The outcome of ``request`` in the record of its ``row``. Call ``wait`` first.
 
         It is a BackendError where the target's logits are not finite, and a RequestError for a request that had ended.
         """
@@ -90,7 +90,7 @@ class QueuedRound:
         """The log-probabilities of ``count`` positions from ``first`` on; see ``log_probabilities`` in round.cu."""
         values = self._pinned[self._records.first_logprob :].view(TOKEN_VALUE).reshape(-1, 1 + MAX_LOGPROBS)
         return [
-            # A vocabulary may have fewer ids than are wanted.
-            TokenLogprob(own, [(token, value) for token, value in likeliest[:top] if token >= 0 and value > -np.inf])
-            for (_, own), *likeliest in values[first : first + count].tolist()
+            # A vocabulary may have fewer than ``top`` ids.
+            TokenLogprob(chosen, [(token, value) for token, value in likeliest[:top] if token >= 0 and value > -np.inf])
+            for (_, chosen), *likeliest in values[first : first + count].tolist()
         ]

@@ -4,19 +4,19 @@ All rounds of one batch size and draft length queue the same work, with the same
 sampling parameters are contents of device memory. So a round is captured once and then replayed. A drafter on another
 device captures its own work.
 
-The next round is queued before the last one is read where the host has nothing to say in between. Then the device does
-not wait for the host. That is so when
+With overlap scheduling, the next round is queued before the last one is read, so the device does not wait for the host.
+The conditions are:
 
-- the scheduler allows it, because no request is about to join: the requests keep their rows;
-- no row is constrained and no draft comes from the host: masks and those drafts depend on the text;
-- both rounds before had the same draft length, so the draft has nothing to catch up on;
-- no request has ended, so that its row need not be freed; and one at least cannot reach its length in the round before.
+- The scheduler allows it, because no request is about to join: the requests keep their rows.
+- No row is constrained and no draft comes from the host: masks and those drafts depend on the text.
+- Both rounds before had the same draft length, so the draft lacks no tokens.
+- No request has ended, so no row must be freed; and at least one cannot reach its length in the round before.
 
-The device knows lengths, stop ids, token counts and failed drafts itself. A row that ended drafts and commits nothing
-more there. What the host alone knows (stop texts, cancelling, timeouts, errors) ends a request whose row goes on in the
-queued round; its tokens of that round are dropped. A row's cache then holds more than the text, of which only the
-text's own length counts. Rows do not move before the queued round is read. After an error in a step it is not read:
-its requests have failed, and later work stands behind it in the stream.
+Kernels check lengths and stop ids, and update token counts and failed drafts. A row that has ended drafts and commits
+nothing more. Only the host checks stop texts, cancelling, timeouts and errors. A request that ends by these still
+decodes in the queued round, whose tokens are dropped. Its cache then holds more tokens than its text, and only the
+text's length counts. Rows do not move before the queued round is read. After an error in a step the queued round is not
+read: its requests have failed, and the stream runs later work behind it.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from specrun.sampling.sampler import SamplingParams
 from specrun.speculative.round import Round, RoundResult, Rows, TargetLogits
 from specrun.text.masks import fill_masks
 
-_TIMED = 3
-"""Rounds of each kind that the warm-up times."""
-_LONGEST_TIMED = 2048
-"""The most tokens of their texts."""
+_TIMED_ROUNDS = 3
+"""Number of timed rounds of each shape in the warm-up."""
+_MAX_TIMED_LENGTH = 2048
+"""Maximum length of texts in timed rounds, in tokens."""
 
 MakeDrafter = Callable[[DeviceRows], DeviceDrafter]
-"""Makes the drafter of a round from the round's rows."""
+"""Factory: the rows of a round to its drafter."""
 
 
 class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
-    """A round in kernels. It has no prefix cache before ``allocate_pools``, which gives it the memory that is left."""
+    """A round in kernels. ``allocate_pools`` adds the prefix caches later, in the memory that is then free."""
 
     prefill_chunk_size = 512  # A GPU takes hardly longer for hundreds of tokens than for one.
 
@@ -90,9 +90,9 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         self._adjusted = self.device.zeros(runner.logits.shape, np.float32)
         self._records = DeviceRecords(self.device, max_rows, max_draft_len)
         self._queued = deque(QueuedRound(self._records) for _ in range(2))
-        """The last two rounds; the later one stands behind."""
+        """The last two rounds, the later one last."""
         self._next: QueuedRound | None = None
-        """The round that is queued ahead."""
+        """The round that is queued before the last one is read."""
         self._masks = self.device.zeros((*positions, -(-runner.vocab // 32)), np.uint32)
         self._draft_masks = self.device.zeros((max_rows, 1, self._masks.shape[2]), np.uint32)
         self._drafts = self.device.zeros((max_rows * max(1, max_draft_len),), np.int64)
@@ -111,14 +111,15 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
 
     def allocate_pools(self, blocks: int) -> None:
         """Give each model a prefix cache of ``blocks`` blocks, once, before any request. Raises BackendError."""
-        for model in self._models():
-            model.allocate_pool(blocks)
+        self.target.allocate_pool(blocks)
+        if self.drafter:
+            self.drafter.allocate_pool(blocks)
 
     def warm_up(self, show: Callable[[int, int], None] = lambda _done, _of: None, times_rounds: bool = True) -> None:
         """Run prompts and capture every possible round, so that nothing is prepared, compiled or allocated later.
 
-        Call it before any request. ``show`` is called with how many steps are done, and of how many. times_rounds: for
-        ``pass_times``. Raises BackendError.
+        Call it before any request. It calls ``show`` with the numbers of finished steps and of all steps. times_rounds:
+        whether to measure ``pass_times``. Raises BackendError.
         """
         max_rows = self.rows.max_rows
         sizes = sorted({self.rows.batch_size(count) for count in range(1, max_rows + 1)}, reverse=True)
@@ -164,19 +165,19 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
 
     @override
     def step(self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False) -> RoundResult:
-        this, self._next = self._next or self._start(requests, plan), None
+        current, self._next = self._next or self._start(requests, plan), None
         following = None
         if may_queue_next and self._can_follow(requests, plan.draft_len):
             following = self._start(requests, plan, is_prepared=True)
-        this.wait()
-        outcomes = [self._outcome(this, row, request) for row, request in enumerate(requests)]
+        current.wait()
+        outcomes = [self._outcome(current, row, request) for row, request in enumerate(requests)]
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
             self.target.end_round(row, request, outcome, num_accepted(outcome))
         if self.drafter:
-            self.drafter.observe(requests, outcomes, this.draft_len)
+            self.drafter.observe(requests, outcomes, current.draft_len)
         self._next = following
         # A row takes the time of all draft tokens though it uses fewer.
-        return RoundResult(outcomes, this.seconds if this.is_steady_state else None, this.draft_len)
+        return RoundResult(outcomes, current.seconds if current.is_steady_state else None, current.draft_len)
 
     @override
     def release(self, request: Request, row: int) -> None:
@@ -195,7 +196,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
     @override
     def close(self) -> None:
         """Captures are freed before the engines in them, and engines before memory and streams."""
-        with ExitStack() as closing:  # An error of one keeps none of the others from it.
+        with ExitStack() as closing:  # Everything is closed, even if closing one thing raises.
             for device in self._devices:
                 closing.callback(device.close)
             if self.drafter:
@@ -219,8 +220,8 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
     def _start(self, requests: Sequence[Request], plan: DraftPlan, is_prepared: bool = False) -> QueuedRound:
         """Queue a round. is_prepared: the drafter is prepared for it by the round before."""
         self._queued.rotate(-1)
-        this = self._queued[-1]
-        this.begin()
+        queued = self._queued[-1]
+        queued.begin()
         draft_len = plan.draft_len
         counts = [request.most_draft_tokens(draft_len) for request in requests]  # A draft may fail from here on.
         if not is_prepared:
@@ -231,8 +232,8 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
             steady = self._queue_with_masks(requests, counts, batch, draft_len, sends_logits)
         else:
             steady = self._queue(batch, draft_len, sends_logits)
-        this.end(batch, draft_len, steady)
-        return this
+        queued.end(batch, draft_len, steady)
+        return queued
 
     def _queue(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
         """Queue a round. Returns False while this shape is warming up; its time is then ignored.
@@ -250,16 +251,16 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         return steady
 
     def _time(self, batch: int, draft_len: int) -> None:
-        """Measure how long a round takes whose shape is warm, with texts of half the length that fits, and sampling."""
-        most = self.target.backend.config.build_config.max_seq_len
-        length = min(max(1, most // 2), _LONGEST_TIMED)
-        texts = [Request([0] * length, SamplingParams(temperature=1.0, seed=0), most - length) for _ in range(batch)]
+        """Time sampling rounds of a shape that is warm. Texts have half the length that fits."""
+        max_len = self.target.backend.config.build_config.max_seq_len
+        length = min(max(1, max_len // 2), _MAX_TIMED_LENGTH)
+        texts = [Request([0] * length, SamplingParams(temperature=1.0, seed=0), max_len - length) for _ in range(batch)]
         for rows in self._all_rows:
             rows.begin(0, texts)
             for row, text in enumerate(texts):
                 rows.activate_row(row, text)
         began, ended, times = self.device.event(), self.device.event(), []
-        for _ in range(_TIMED):
+        for _ in range(_TIMED_ROUNDS):
             began.record()
             self._queue(batch, draft_len, True)
             ended.record()
@@ -275,8 +276,8 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
     ) -> bool:
         """``_queue`` in pieces, where a request is constrained.
 
-        Behind each piece the host reads the draft tokens. A drafter with ``draws_one_by_one`` has a piece for each
-        draft token, whose logits are masked. Others have one piece; what they draft against a grammar is rejected.
+        After each piece the host reads the draft tokens. A drafter with ``draws_one_by_one`` has a piece for each
+        draft token, whose logits are masked. Others have one piece; draft tokens that a grammar forbids are rejected.
         """
         drafter, steady = self.drafter, True
         matchers = [request.matcher for request in requests]
@@ -290,22 +291,22 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
                 masks = columns[-1] if drafter.draws_one_by_one else None
                 steady &= self._queue_draft(batch, draft_len, steps, masks)
                 drafted = self._pinned_drafts[: batch * draft_len].reshape(batch, draft_len)[:, : steps.stop].tolist()
-                for row, count in enumerate(counts):  # A row may have fewer; what is behind them is not looked at.
+                for row, count in enumerate(counts):  # Numbers behind a row's draft tokens mean nothing.
                     drafts[row] = list(itertools.takewhile(lambda token: token >= 0, drafted[row][:count]))
                 for step in steps:
                     columns.append(fill_masks(matchers, [row[: step + 1] for row in drafts], self.target.vocab))
-        every = np.stack(columns, axis=1)
-        self.device.write(self._masks.part(0, every.shape), every)
+        all_masks = np.stack(columns, axis=1)
+        self.device.write(self._masks.part(0, all_masks.shape), all_masks)
         work = partial(self._verify, batch, draft_len, masked=True)
         steady &= self._captures.queue(self.device, ("verify", batch, draft_len), work)
         if drafter:
             drafter.queue_behind(batch, draft_len, self._records.of(batch, draft_len)[0])
         return steady
 
-    def _outcome(self, this: QueuedRound, row: int, request: Request) -> Outcome | SpecError:
-        outcome = this.outcome(row, request)
+    def _outcome(self, queued: QueuedRound, row: int, request: Request) -> Outcome | SpecError:
+        outcome = queued.outcome(row, request)
         if request.matcher and isinstance(outcome, BackendError):
-            try:  # Masked logits are not finite where the constraint leaves nothing; this raises the reason.
+            try:  # Masked logits are not finite where the constraint allows no token; this raises the reason.
                 request.apply_penalties(np.zeros(self.target.vocab, np.float32), ())
             except RequestError as error:
                 return error
@@ -323,7 +324,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         return steady
 
     def _draft(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
-        """Queue what drafts on this device, and a copy of the draft tokens for the host."""
+        """Queue the drafting on this device, and a copy of the draft tokens to the host."""
         if self.drafter:
             self.drafter.queue(batch, draft_len, steps, masks)
         drafts = self._drafts.part(0, (batch * draft_len,))
@@ -361,7 +362,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
             adjusted=adjusted,
             records=records,
         )
-        calls.log_probabilities(rows, logits=logits, records=records, found=logprobs)
+        calls.log_probabilities(rows, logits=logits, records=records, logprobs=logprobs)
 
     @override
     def _row_holders(self) -> Sequence[Rows]:
@@ -370,6 +371,3 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
     def _wait(self, devices: Sequence[Device]) -> None:
         for device in devices:
             device.wait()
-
-    def _models(self) -> list[DeviceRunner | DeviceDrafter]:
-        return [self.target, self.drafter] if self.drafter else [self.target]

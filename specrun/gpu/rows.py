@@ -17,7 +17,7 @@ from specrun.sampling.limits import MAX_BIASES, MAX_STOP_IDS
 
 
 class DeviceRows:
-    """The rows of a round on one device. A draft's own device has a copy, which commits what the target's decided.
+    """The rows of a round on one device. A draft on another device has a copy, which commits the same tokens.
 
     token_stride: tokens for which a row has memory, draft tokens included. positions: the most positions of a row that
     one kernel works on. max_draft_len, use_logits: for requests that do not set them.
@@ -49,7 +49,7 @@ class DeviceRows:
         self.biases = device.zeros((max_rows, MAX_BIASES), TOKEN_VALUE)
 
     def on(self, device: Device) -> DeviceRows:
-        """Rows of the same sizes on another ``device``, for a drafter there."""
+        """Rows of the same sizes on another ``device``, for its drafter."""
         return DeviceRows(device, self.max_rows, self.token_stride, self.vocab, 1, self.max_draft_len, self.use_logits)
 
     def batch_size(self, count: int) -> int:
@@ -69,28 +69,27 @@ class DeviceRows:
             progress[row] = (len(request.tokens), 0)
             stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         sampling = np.array([_sampling(request, self.max_draft_len, self.use_logits) for request in requests], SAMPLING)
-        own = (self.tokens, tokens), (self.progress, progress), (self.stop_ids, stop_ids), (self.sampling, sampling)
-        for array, values in own:
-            self._write(array, first, values)
+        self._write(self.tokens, first, tokens)
+        self._write(self.progress, first, progress)
+        self._write(self.stop_ids, first, stop_ids)
+        self._write(self.sampling, first, sampling)
         for row, request in enumerate(requests, first):
             if request.has_logits_processors:
                 self._write_penalties(row, request)
 
     def activate_row(self, row: int, request: Request) -> None:
-        """Let rounds work on ``row``, because its prompt is prefilled."""
+        """Include ``row`` in rounds, because its prompt is prefilled."""
         self._write(self.progress, row, np.array([(len(request.tokens), request.remaining)], PROGRESS))
 
     def deactivate_row(self, row: int) -> None:
-        """Let rounds skip ``row``, whose request has ended: the host may have ended it, as at a stop text."""
+        """Exclude ``row`` from rounds, because its request has ended, perhaps on the host as at a stop text."""
         self._write(self.progress, row, np.zeros(1, PROGRESS))
 
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, row: int, second: int) -> None:
         """Exchange two rows."""
-        arrays = (self.tokens, self.progress, self.sampling, self.stop_ids, self.counts, self.biases)
-        for array in arrays:
-            row = math.prod(array.shape[1:])
-            first, second = (array.part(number * row, (row,)) for number in (one, other))
-            calls.swap(self.device, one=first, other=second)
+        for array in (self.tokens, self.progress, self.sampling, self.stop_ids, self.counts, self.biases):
+            size = math.prod(array.shape[1:])
+            calls.swap(self.device, array=array.part(row * size, (size,)), other=array.part(second * size, (size,)))
 
     def _write_penalties(self, row: int, request: Request) -> None:
         prompt, counts = np.array(request.prompt, np.int64), np.zeros(self.vocab, np.uint32)
@@ -109,9 +108,8 @@ def _sampling(request: Request, draft_len: int, use_logits: bool) -> tuple[float
     params = request.params
     if request.options.fixed_draft_len is not None:
         draft_len = min(request.options.fixed_draft_len, draft_len)
-    temperature = (
-        0 if params.greedy else min(max(params.temperature, 1e-37), 1e38)
-    )  # In float32 it must be neither 0 nor infinite.
+    # In float32 it must be neither 0 nor infinite.
+    temperature = 0 if params.greedy else min(max(params.temperature, 1e-37), 1e38)
     return (
         params.seed or 0,  # A request always has a seed.
         params.top_p,

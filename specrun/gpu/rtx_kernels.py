@@ -30,7 +30,7 @@ class KernelCache:
             self._cache.deserialize(self._file.read_bytes())  # Returns False where it refuses; the cache stays empty.
 
     def runtime_config(self, trt: Any, fixed: bool) -> IRuntimeConfig:
-        """The configuration of a new context, which gets its memory from us and shares the runtime cache.
+        """The configuration of a new context, which takes its memory from the caller and shares the runtime cache.
 
         fixed: whether the context's shapes never change.
         """
@@ -47,7 +47,7 @@ class KernelCache:
         return config
 
     def save(self) -> None:
-        """Store the compiled kernels. Where the disk is full or read-only nothing is stored, and that is no error."""
+        """Store the compiled kernels. A full or read-only disk is no error: then nothing is stored."""
         content = self._cache.serialize() if self._cache is not None else None
         if content is None:
             return
@@ -58,7 +58,7 @@ class KernelCache:
             return
 
     def close(self) -> None:
-        """Store the compiled kernels and let go of the engine. All its contexts must have been freed before."""
+        """Store the compiled kernels and free the engine. All its contexts must have been freed before."""
         self.save()
         self._configs.clear()
         del self._engine, self._cache

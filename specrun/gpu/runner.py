@@ -1,4 +1,4 @@
-"""One model on a device and its cache. The counterpart on the host is ``ModelRunner``."""
+"""One model on a device and its cache, as ``ModelRunner`` is on the host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specrun.sampling.sampler import Floats
 
 @dataclass
 class _Indices:
-    """See ``StateIndices``."""
+    """The ``StateIndices`` of a pass of prompts."""
 
     state_indices: npt.NDArray[np.int64]
     keep_indices: npt.NDArray[np.int64]
@@ -58,7 +58,7 @@ class DeviceRunner:
         self.step_stride = -(-rows * num_logits * self.vocab // 64) * 64
         self.logits = self.device.zeros((steps, self.step_stride), np.float32)
         self._pinned: Floats | None = None
-        """Logits on the host, once somebody reads some."""
+        """Host memory for logits; None before the first ``read_logits``."""
 
     def allocate_pool(self, blocks: int) -> None:
         """Give the prefix cache ``blocks`` blocks, before any request."""
@@ -78,10 +78,10 @@ class DeviceRunner:
             self._enqueue(feed, self._step_logits(batch, 0, 1), 0, fixed=False)
 
     def prefill(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> None:
-        """See ``ModelRunner.prefill``. The call is queued.
+        """Queue a pass that feeds up to ``max_tokens`` more tokens that the cache lacks of each row from ``first`` on.
 
-        Padding is written behind a row's tokens. Where a row has no room for it, other models write tokens again that
-        are in front of it; recurrent states cannot read them again, so each row is fed alone.
+        token_ids: the rows' whole texts. Padding follows a row's tokens. Where a row has no room for it, other models
+        write earlier tokens again; recurrent states cannot read them again, so each row is fed alone.
         """
         max_tokens = min(max_tokens, self.backend.config.max_query_len)
         if chunk := self.rows.next_chunk(token_ids, first, max_tokens):
@@ -160,16 +160,16 @@ class DeviceRunner:
         self.backend.enqueue(feed, logits, row, fixed=False)
         if self._pinned is None:
             self._pinned = self.device.pinned_like(self._step_logits(1, 0, self.logits_indices.shape[1]))
-        found: Floats = self._pinned[0, :num_logits]
-        self.device.copy_to_host(logits, found)
+        host_logits: Floats = self._pinned[0, :num_logits]
+        self.device.copy_to_host(logits, host_logits)
         self.device.wait()
-        return found.copy()
+        return host_logits.copy()
 
     def end_round(self, row: int, request: Request, outcome: Outcome | SpecError, num_read: int) -> None:
-        """Note what a round has left of ``row``, when it is read and before its outcome is committed.
+        """Note how many tokens of ``row`` the cache holds after a round. Call it before the outcome is committed.
 
-        num_read: how many of its accepted draft tokens are in the cache. A request that failed or ended on the host may
-        have been read further than its text.
+        num_read: number of accepted draft tokens in the cache. The cache of a request that failed or ended on the host
+        may hold more than its text.
         """
         committed = len(request.tokens)
         read = max(0, committed - self._held_back) if isinstance(outcome, Outcome) else 0

@@ -115,16 +115,16 @@ def check_plan(plan: Path, config: EngineConfig, trt: Any, runtime: Runtime, gpu
 
 @dataclass
 class _Context:
-    """An execution context, and the shapes and the cache row that it was last given."""
+    """An execution context, with the shapes and the cache row that were last set."""
 
     execution: IExecutionContext
     call: Call | None = None
     first: int | None = None
-    """The cache's row that is bound as its first one."""
+    """First of the cache rows that are bound; None before the first call."""
 
 
 class TrtBackend(DeviceBackend):
-    """See ``DeviceBackend``."""
+    """Runs a plan of TensorRT or TensorRT-RTX on one GPU."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class TrtBackend(DeviceBackend):
     ) -> None:
         """Load the plan onto ``device``, whose compute capability is ``capability``, such as 9.0.
 
-        cache_owner: of a head, its target on the same device.
+        cache_owner: for a head, its target on the same device.
 
         Raises EngineDirError where the plan does not fit the device or the contract, and BackendError where TensorRT or
         its plug-ins are not installed.
@@ -153,7 +153,7 @@ class TrtBackend(DeviceBackend):
         if config.backend.plugins:
             rtx_plugins.load()
         self._log = _log(self._trt)
-        # TensorRT's objects must outlive what was made from them. Python's garbage collection does not know that.
+        # A runtime must outlive its engines, and an engine its contexts. Python's garbage collection ignores that.
         self._runtime: Runtime = self._trt.Runtime(self._log)
         plan = directory / next(name for name in config.files if name.endswith(PLAN_SUFFIX))
         check_plan(plan, config, self._trt, self._runtime, device.number, capability)
@@ -170,7 +170,7 @@ class TrtBackend(DeviceBackend):
     @property
     @override
     def capturable(self) -> bool:
-        """TensorRT's contexts always are; TensorRT-RTX's are asked."""
+        """TensorRT's contexts always are; TensorRT-RTX's report it."""
         fixed = [context.execution for key, context in self._contexts.items() if isinstance(key, Call)]
         return all(
             not hasattr(context, "is_stream_capturable") or context.is_stream_capturable(self.device.stream)
@@ -180,12 +180,12 @@ class TrtBackend(DeviceBackend):
     @property
     @override
     def workspace_bytes(self) -> int:
-        """For the plan's largest profile."""
+        """Bytes for the plan's largest profile."""
         return int(self._engine.device_memory_size_v2)
 
     @override
     def allocate_cache(self) -> None:
-        """The plan's rows have cache_length positions, neither more nor fewer."""
+        """A plan takes rows of exactly cache_length positions."""
         build = self.config.build_config
         self._workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
         graph, size = self.config.graph, (build.max_batch_size, build.cache_length)
@@ -197,8 +197,8 @@ class TrtBackend(DeviceBackend):
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """Raises BackendError where TensorRT refuses the call.
 
-        A captured graph holds what a context computed from its shapes. So every shape that may be captured has a
-        context of its own, whose shapes never change. Prompts share one context for each profile.
+        A captured graph holds values that a context computed from its shapes. So every shape that may be captured has
+        its own context, whose shapes never change. Prompts share one context for each profile.
         """
         self.device.activate()
         call = Call(feed.input_ids.shape[0], feed.input_ids.shape[1], feed.logits_indices.shape[1])
@@ -269,17 +269,17 @@ class TrtBackend(DeviceBackend):
         for name, memory in bound.items():
             self._require(context.set_tensor_address(name, memory.address), f"the address of {name}")
 
-    def _require(self, done: bool, what: str) -> None:
+    def _require(self, done: bool, subject: str) -> None:
         """Raise BackendError unless ``done``. TensorRT returns False for errors, and its log holds the reason."""
         if not done:
-            raise BackendError(f"{self.config.backend.name} refused {what}: {self._log.reason()}")
+            raise BackendError(f"{self.config.backend.name} refused {subject}: {self._log.reason()}")
 
 
 def _check_engine(directory: Path, config: EngineConfig, engine: ICudaEngine) -> None:
     """Raise EngineDirError unless the plan has the contract's tensors and updates its caches as config.json says."""
     length = config.build_config.cache_length
     for cache in config.graph.cache_tensors:
-        # Prompts are prefilled in rows behind those that decode. TensorRT needs addresses that are multiples of 256.
+        # A call for prompts begins at a later row. TensorRT needs addresses that are multiples of 256.
         if cache.heads * length * cache.head_dim * config.graph.cache_element.nbytes % 256:
             raise EngineDirError(f"{directory}: its rows of {length} positions are not aligned; build the engine again")
     for state in config.graph.states:
@@ -295,10 +295,9 @@ def _check_engine(directory: Path, config: EngineConfig, engine: ICudaEngine) ->
         expected |= {name for state in config.graph.states for name in (state.past_name, state.present_name)}
     tensors = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
     if different := sorted(tensors ^ expected):
-        what = (
-            "has a tensor this release does not know" if different[0] in tensors else "lacks a tensor of the contract"
-        )
-        raise EngineDirError(f"{directory}: the plan {what}: {different[0]}; build the engine again")
+        name = different[0]
+        fault = "has a tensor this release does not know" if name in tensors else "lacks a tensor of the contract"
+        raise EngineDirError(f"{directory}: the plan {fault}: {name}; build the engine again")
     for before, after in zip(past, present, strict=True) if config.writes_cache else ():
         if engine.get_aliased_input_tensor(after) != before:
             raise EngineDirError(f"{directory}: the plan does not update {before} in place; build the engine again")
@@ -311,7 +310,7 @@ def _check_engine(directory: Path, config: EngineConfig, engine: ICudaEngine) ->
 
 
 def _log(trt: Any) -> Any:
-    """A TensorRT logger that keeps the errors. Its ``reason`` is the last one, in one line."""
+    """A TensorRT logger that keeps the errors. Its ``reason`` returns the last one, in one line."""
 
     class Log(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from specrun.gpu.trt import TrtBackend
 
 
 class RanksKVCache(DeviceCache):
-    """See ``DeviceCache``: what is done to a row is done on every rank. Recurrent layers are refused before."""
+    """The caches of all ranks; calls for a row go to each. Models with recurrent layers have no ranks on GPUs."""
 
     states = None
     kept_states = 0
@@ -41,7 +42,7 @@ class RanksKVCache(DeviceCache):
 
     @override
     def part(self, first: int, rows: int) -> list[DeviceArray]:
-        """The first rank's, whose features are those of the whole model."""
+        """Views of the first rank's rows, whose features are those of the whole model."""
         return self._caches[0].part(first, rows)
 
     @override
@@ -50,9 +51,9 @@ class RanksKVCache(DeviceCache):
             cache.clear(row)
 
     @override
-    def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
+    def swap(self, row: int, other: int, lengths: tuple[int, int]) -> None:
         for cache in self._caches:
-            cache.swap(one, other, lengths)
+            cache.swap(row, other, lengths)
 
     @override
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
@@ -66,19 +67,19 @@ class RanksKVCache(DeviceCache):
 
     @override
     def clear_states(self, row: int) -> None:
-        """Nothing: models with recurrent layers have no ranks on GPUs."""
+        pass
 
     @override
-    def save_state(self, row: int, place: int) -> None:
-        """Nothing: models with recurrent layers have no ranks on GPUs."""
+    def save_state(self, row: int, slot: int) -> None:
+        pass
 
     @override
-    def load_state(self, row: int, place: int) -> None:
-        """Nothing: models with recurrent layers have no ranks on GPUs."""
+    def load_state(self, row: int, slot: int) -> None:
+        pass
 
 
 class TrtRanks(DeviceBackend):
-    """See ``DeviceBackend``."""
+    """Runs the plans of several ranks, each on its GPU and in its thread."""
 
     def __init__(
         self, directory: Path, config: EngineConfig, devices: Sequence[Device], capabilities: Sequence[str]
@@ -88,7 +89,7 @@ class TrtRanks(DeviceBackend):
         self.device, self.devices = devices[0], devices
         self._threads = ThreadPoolExecutor(len(devices), "rank")
         self._lost = ""
-        """Why no rank goes on."""
+        """Why the ranks have stopped; empty while they work."""
         self._communicators: Communicators | None = None
         self._ranks: list[TrtBackend] = []
         try:
@@ -106,13 +107,13 @@ class TrtRanks(DeviceBackend):
     @property
     @override
     def capturable(self) -> bool:
-        """A recording is one GPU's."""
+        """A CUDA graph has the work of one GPU."""
         return False
 
     @property
     @override
     def workspace_bytes(self) -> int:
-        """Of the rank that needs most."""
+        """Bytes for the rank that needs most."""
         return max(rank.workspace_bytes for rank in self._ranks)
 
     @override
@@ -123,37 +124,37 @@ class TrtRanks(DeviceBackend):
         self.cache = RanksKVCache([rank.cache for rank in self._ranks])
         profiles, vocab = self.config.build_config.profiles, self.config.graph.vocab_size
         rows = self.config.build_config.max_batch_size
-        tokens, kept = (max(getattr(profile, name)[2] for profile in profiles) for name in ("sequence", "logits"))
+        tokens, num_logits = (max(getattr(profile, name)[2] for profile in profiles) for name in ("sequence", "logits"))
         for rank in self._ranks[1:]:
             zeros = rank.device.zeros
-            sizes = ((rows, tokens), (rows,), (rows, kept))
+            sizes = ((rows, tokens), (rows,), (rows, num_logits))
             self._feeds.append(Feed(*(zeros(size, np.int64) for size in sizes)))
-            self._logits.append(zeros((rows, kept, vocab), np.float32))
+            self._logits.append(zeros((rows, num_logits, vocab), np.float32))
 
     @override
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
-        """Nothing further runs on the first rank's GPU before all ranks are done."""
-        work: list[Callable[[], None]] = [lambda: self._ranks[0].enqueue(feed, logits, first, fixed)]
-        for rank, memory, own_logits in zip(self._ranks[1:], self._feeds, self._logits, strict=True):
+        """Later work on the first rank's GPU waits for all ranks."""
+        work = [partial(self._ranks[0].enqueue, feed, logits, first, fixed)]
+        for rank, rank_inputs, rank_logits in zip(self._ranks[1:], self._feeds, self._logits, strict=True):
             rank.device.wait_for(self.device)
-            own = Feed(*(array.part(0, given.shape) for array, given in zip(memory, feed, strict=True)))
-            for to, source in zip(own, feed, strict=True):
-                rank.device.copy(to, source)
-            work.append(_enqueue(rank, own, own_logits.part(0, logits.shape), first, fixed))
+            rank_feed = Feed(*(array.part(0, source.shape) for array, source in zip(rank_inputs, feed, strict=True)))
+            for array, source in zip(rank_feed, feed, strict=True):
+                rank.device.copy(array, source)
+            work.append(partial(rank.enqueue, rank_feed, rank_logits.part(0, logits.shape), first, fixed))
         self._run(work)
         for rank in self._ranks[1:]:
             self.device.wait_for(rank.device)
 
     def _run(self, work: Sequence[Callable[[], None]]) -> None:
-        """Every rank's work in a thread of its own. Raises EngineLostError where ranks wait for one that failed."""
+        """Run each rank's work in its own thread. Raises EngineLostError where ranks wait for one that failed."""
         if self._lost:
             raise EngineLostError(self._lost)
-        threads = [self._threads.submit(one) for one in work]
-        errors = {rank: error for rank, thread in enumerate(threads) if (error := thread.exception())}
+        futures = [self._threads.submit(enqueue) for enqueue in work]
+        errors = {rank: error for rank, future in enumerate(futures) if (error := future.exception())}
         if not errors:
             return
         rank, error = next(iter(errors.items()))
-        if len(errors) == len(work) or self._communicators is None:  # Nobody waits.
+        if len(errors) == len(work) or self._communicators is None:  # No rank waits for another one.
             raise error
         self._communicators.abort()
         self._lost = f"rank {rank} of {len(work)} failed, and no rank goes on: {error}"
@@ -172,7 +173,3 @@ class TrtRanks(DeviceBackend):
         if self._communicators:
             self._communicators.close()
             self._communicators = None
-
-
-def _enqueue(rank: TrtBackend, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> Callable[[], None]:
-    return lambda: rank.enqueue(feed, logits, first, fixed)

@@ -1,1 +1,1 @@
-"""OpenAI's API as pure functions: its bodies to what the decoder takes, and texts to its answers."""
+"""OpenAI's API as pure functions: bodies to prompts and options of the decoder, and its outputs to answers."""

@@ -1,4 +1,4 @@
-"""Answers: what the updates of a body's requests add up to.
+"""Answers of OpenAI's API, built from the updates of requests.
 
 The fields are those of OpenAI's API reference for completions and chat completions. ``speculation`` is ours;
 ``stop_reason`` and ``metrics`` are vLLM's.
@@ -19,7 +19,7 @@ from specrun.text.token_bytes import TokenBytes
 from specrun.text.tool_call_parser import CallDelta, Seen, ToolCallParser
 
 _REASONS = {"stop": "stop", "length": "length"}
-"""OpenAI's names of finish reasons. It has no words for others, which cut a text off as length does."""
+"""OpenAI's names of finish reasons. Others cut a text off, and are shown as length."""
 
 
 class TokenScore(NamedTuple):
@@ -32,7 +32,7 @@ class TokenScore(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What an update adds to an answer."""
+    """The part of an answer that an update adds."""
 
     text: str
     scores: Sequence[TokenScore]
@@ -46,7 +46,7 @@ class Delta(NamedTuple):
 
 @dataclass
 class ToolCall:
-    """A call, as far as it has come."""
+    """A call of a tool, perhaps incomplete."""
 
     name: str
     id: str
@@ -55,14 +55,14 @@ class ToolCall:
 
 
 class ResponseOptions(NamedTuple):
-    """What a body wants its answers to contain."""
+    """Options of a body about the content of its answers."""
 
     echoes: bool = False
     """True if the text and its log-probabilities begin with the prompt."""
     shows_prompt_logprobs: bool = False
-    """True if ``prompt_logprobs`` was given: the answer has those of the prompt in a field of their own."""
+    """True if ``prompt_logprobs`` was given: the answer has a field with those of the prompt."""
     drops_output: bool = False
-    """True if no output is wanted (``max_tokens`` 0)."""
+    """True if the body asks for no output (``max_tokens`` 0)."""
 
 
 DEFAULT_RESPONSE_OPTIONS = ResponseOptions()
@@ -70,23 +70,23 @@ DEFAULT_RESPONSE_OPTIONS = ResponseOptions()
 
 @dataclass
 class Answer:
-    """One choice of an answer, as far as it has come."""
+    """One choice of an answer, perhaps incomplete."""
 
     request: Request
     """Request of the choice. Only its prompt, ``echo``, ``logprobs`` and the calls that it allows are read."""
     names: TokenBytes | None
     response_options: ResponseOptions = DEFAULT_RESPONSE_OPTIONS
     is_streamed: bool = False
-    """True if arguments of calls are given as they arrive."""
+    """True if deltas contain arguments of calls as they arrive."""
     calls: list[ToolCall] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
     prompt_scores: list[TokenScore] = field(default_factory=list)
     num_output_tokens: int = 0
-    """An end-of-text token included."""
+    """Number of output tokens, with an end-of-text token."""
     thoughts: list[str] = field(default_factory=list)
     num_reasoning_tokens: int = 0
-    """Tokens of thoughts, with those that end them."""
+    """Number of tokens of thoughts, with those that end them."""
     ended: Ended | None = None
     _offset: int = 0
     _begun: bool = False
@@ -94,33 +94,35 @@ class Answer:
     _reasoning: ReasoningParser | None = None
 
     def __post_init__(self) -> None:
-        """Look for a thought, and for calls where the model was told of tools."""
+        """Create the parsers of thoughts and calls, where the request may have them."""
         if thought := self.request.thought:
             self._reasoning = ReasoningParser(thought)
         if expected := self.request.expected_calls:
             self._parser = ToolCallParser(expected, holds=not (self.is_streamed or expected.are_certain))
 
     def add(self, update: Update) -> Delta:
-        """Take what a round has brought."""
+        """Add the update of a round. Returns what it adds to the answer."""
         texts: list[str] = []
         scores: list[TokenScore] = []
         if not self._begun:
             self._begun = True
             texts += [self.request.echo] if self.request.echo else []
             if self.request.options.prompt_logprobs is not None:
-                known = [None, *update.prompt_logprobs]
-                self.prompt_scores = [*map(TokenScore, self.request.prompt, known)]
+                logprobs = [None, *update.prompt_logprobs]
+                self.prompt_scores = [*map(TokenScore, self.request.prompt, logprobs)]
                 if self.response_options.echoes and self.request.options.logprobs is not None:
                     scores += self.prompt_scores
-        new = () if self.response_options.drops_output else update.token_outputs
-        self.num_output_tokens += len(new)
+        outputs = () if self.response_options.drops_output else update.token_outputs
+        self.num_output_tokens += len(outputs)
         self.ended = update.ended
         reasoning, content, are_thoughts = self._divide(
-            [*texts, *(output.text for output in new)], update.ended is not None
+            [*texts, *(output.text for output in outputs)], update.ended is not None
         )
         if self.request.options.logprobs is not None:
             flags = are_thoughts[len(texts) :]
-            scores += [TokenScore(one.token, one.logprob, flag) for one, flag in zip(new, flags, strict=True)]
+            scores += [
+                TokenScore(output.token, output.logprob, flag) for output, flag in zip(outputs, flags, strict=True)
+            ]
         seen = Seen(content, ())
         if self._parser:
             seen = self._parser.push(content, ended=update.ended is not None)
@@ -134,7 +136,7 @@ class Answer:
         return delta
 
     def _divide(self, texts: Sequence[str], ended: bool) -> tuple[str, str, list[bool]]:
-        """Thought and answer in the texts of new tokens, and which of them belong to the thought."""
+        """Split the texts of new tokens into thought and answer. The list tells which belong to the thought."""
         if self._reasoning is None:
             return "", "".join(texts), [False] * len(texts)
         parts = [*map(self._reasoning.push, texts)]
@@ -172,7 +174,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's; None before the end."""
+        """OpenAI's finish reason; None before the end."""
         if self.ended is None:
             return None
         if self.calls and self.ended.reason == "stop":
@@ -181,7 +183,7 @@ class Answer:
 
     @property
     def stop_reason(self) -> str | None:
-        """The stop text that ended the text, or why it ended where OpenAI has no word for it."""
+        """The stop text that ended the output, or a reason that OpenAI has no name for."""
         if self.ended is None:
             return None
         return self.ended.stop_text or (self.ended.reason if self.ended.reason not in _REASONS else None)
@@ -190,7 +192,7 @@ class Answer:
 def completion_logprobs(delta: Delta, names: TokenBytes) -> dict[str, Any]:
     """``logprobs`` of a completion's choice.
 
-    Two tokens may have the same text; among the likeliest the likelier one of them stands.
+    Two tokens may have the same text; ``top_logprobs`` has the likelier of them.
     """
     tokens = [names.text(score.token) for score in delta.scores]
     offsets, end = [], delta.offset
@@ -233,7 +235,7 @@ def chat_logprobs(delta: Delta, names: TokenBytes) -> dict[str, Any]:
 def prompt_logprobs(answer: Answer) -> list[dict[str, Any] | None]:
     """vLLM's ``prompt_logprobs``: for each of the prompt's tokens the likeliest and itself, by id; None for the first.
 
-    A token's rank is known where it is among the likeliest.
+    Only the likeliest tokens have a rank.
     """
     return [_by_id(score, answer.names) for score in answer.prompt_scores]
 
@@ -268,15 +270,15 @@ def usage(answers: Sequence[Answer], n: int) -> dict[str, Any]:
 
 
 def metrics(answers: Sequence[Answer]) -> dict[str, Any]:
-    """vLLM's ``metrics`` of an answer, with what surrounds it; nothing where no draft could have been used."""
+    """The field ``metrics`` of an answer, as vLLM has it; empty where no draft could have been used."""
     stats = [answer.ended.stats for answer in answers if answer.ended]
-    if not any(one.max_draft_len for one in stats):
+    if not any(figures.max_draft_len for figures in stats):
         return {}
     return {"metrics": {"speculative_decoding": speculative_decoding(stats)}}
 
 
 def speculation(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What speculation did for ``answers``. Definitions as in ``specrun.request.stats``."""
+    """Figures of speculative decoding of ``answers``, as ``specrun.request.stats`` defines them."""
     stats = [answer.ended.stats for answer in answers if answer.ended]
     evaluated, accepted = sum(s.evaluated for s in stats), sum(s.accepted for s in stats)
     rounds = sum(s.rounds for s in stats)

@@ -1,6 +1,6 @@
 """Bodies of OpenAI's completions and chat completions, as the server and batch files take them: pure functions.
 
-``read_completion`` and ``read_chat`` check a decoded JSON body and translate it into what the decoder takes. The fields
+``read_completion`` and ``read_chat`` check a decoded JSON body and translate it for the decoder. The fields
 are those of OpenAI's API reference, and those that vLLM adds where the decoder has them. null means default everywhere.
 Unknown fields are ignored, and their names returned. Fields that are known and not supported are refused, because
 ignoring them would change the answer.
@@ -27,16 +27,16 @@ from specrun.sampling.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.sampling.sampler import SEEDS, SamplingParams
 
 MAX_N = 128
-"""Answers to one prompt."""
+"""Maximum number of answers to one prompt."""
 MAX_ANSWERS = 1024
-"""Answers to one body: prompts times ``n``."""
+"""Maximum number of answers to one body: prompts times ``n``."""
 MAX_STOP_TEXTS = 16
 MAX_STOP_CHARACTERS = 256
-"""The most characters of a stop text."""
+"""Maximum number of characters of a stop text."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for completions. Chats have the decoder's."""
 DEFAULTS = SamplingParams(temperature=1.0)
-"""OpenAI's defaults."""
+"""OpenAI's sampling defaults."""
 
 OPENAI_NAMES: dict[str, str | None] = {
     "max_output_len": "max_tokens",
@@ -46,9 +46,9 @@ OPENAI_NAMES: dict[str, str | None] = {
     **{name: f"guided_{name}" for name in ("regex", "choice", "grammar")},
     **dict.fromkeys(("chat", "system", "timeout"), None),
 }
-"""The decoder's parameters whose fields are called otherwise here, or are none (None)."""
-_AS_THEY_ARE = (*("echo", "draft_len", "acceptance", "prompt_logprobs", "max_reasoning_tokens", "add_special_tokens"),)
-"""Fields that are options of ``RequestOptions``."""
+"""Fields of the decoder's parameters with other names; None: bodies have no such field."""
+_SAME_OPTIONS = (*("echo", "draft_len", "acceptance", "prompt_logprobs", "max_reasoning_tokens", "add_special_tokens"),)
+"""Fields with the names of options in ``RequestOptions``."""
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
@@ -63,7 +63,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "prompt_embeds": (),
 }
-"""Known fields that are not supported, with the values that ask for nothing."""
+"""Known fields that are not supported, with their values without effect."""
 _REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = _REFUSED | {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -82,19 +82,19 @@ class OpenAIBody:
     """A checked body, as the decoder takes it."""
 
     prompts: Sequence[Prompt]
-    """Texts and lists of token ids; of a chat the one conversation."""
+    """Texts and lists of token ids; for a chat its conversation."""
     params: SamplingParams
     options: RequestOptions
     n: int
-    """Answers to each prompt, of the seeds seed, seed + 1, .."""
+    """Number of answers to each prompt, with the seeds seed, seed + 1, .."""
     model: str | None
     stream: bool
     include_usage: bool
-    """A stream's last chunk tells the usage."""
+    """True if a stream's last chunk has the usage."""
     continuous_usage: bool
-    """Every chunk does (vLLM's ``continuous_usage_stats``)."""
+    """True if every chunk has it (vLLM's ``continuous_usage_stats``)."""
     drops_output: bool
-    """True if no output is wanted (``max_tokens`` 0). The decoder writes one token then."""
+    """True if the body asks for no output (``max_tokens`` 0). The decoder then writes one token."""
     user: str | None
     ignored: Sequence[str]
     """Names of unknown fields."""
@@ -103,15 +103,14 @@ class OpenAIBody:
 
     @property
     def response_options(self) -> ResponseOptions:
-        """What the answers show."""
+        """Options about the content of the answers."""
         return ResponseOptions(self.options.echo, self.shows_prompt_logprobs, self.drops_output)
 
 
 def read_completion(body: object, defaults: SamplingParams = DEFAULTS, max_prompt_len: int | None = None) -> OpenAIBody:
-    """The body of a completion. Raises RequestError, and ContextLengthError where it shows before texts are encoded.
+    """The body of a completion. Raises RequestError, and ContextLengthError where texts need not be encoded to see it.
 
-    defaults: what holds where a sampling field is missing. max_prompt_len: tokens that a prompt may have; None: any
-    number.
+    defaults: values of missing sampling fields. max_prompt_len: maximum tokens of a prompt; None: any number.
     """
     return _read(body, defaults, max_prompt_len, chat=False)
 
@@ -145,7 +144,7 @@ def token_biases(name: str, value: Any) -> Mapping[int, float]:
 
 
 def field_of(error: RequestError) -> str | None:
-    """The body's field that an error is about; None where it is none."""
+    """The body's field that an error is about; None for errors of no field."""
     return None if error.param is None else OPENAI_NAMES.get(error.param, error.param)
 
 
@@ -164,7 +163,7 @@ def _read(body: object, defaults: SamplingParams, max_prompt_len: int | None, ch
         raise RequestError(f"best_of: not supported unless it is n, {n}; leave it out", "best_of")
     if len(prompts) * n > MAX_ANSWERS:
         raise RequestError(f"n {n}: {len(prompts)} prompts times n is more than {MAX_ANSWERS} answers", "n")
-    wants_prompt_logprobs = "prompt_logprobs" in fields.left
+    wants_prompt_logprobs = "prompt_logprobs" in fields.unread
     options, drops_output = _options(fields, chat)
     stream = fields.take("stream", arguments.flag) or False
     if wants_prompt_logprobs and stream:
@@ -184,7 +183,7 @@ def _read(body: object, defaults: SamplingParams, max_prompt_len: int | None, ch
         shows_prompt_logprobs=wants_prompt_logprobs,
         drops_output=drops_output,
         user=fields.take("user", arguments.text),
-        ignored=(*fields.left, *(f"stream_options.{name}" for name in stream_options.left)),
+        ignored=(*fields.unread, *(f"stream_options.{name}" for name in stream_options.unread)),
     )
 
 
@@ -193,40 +192,39 @@ def _read(body: object, defaults: SamplingParams, max_prompt_len: int | None, ch
 
 def _params(fields: Fields, defaults: SamplingParams) -> SamplingParams:
     seed, top_k = fields.whole("seed", -SEEDS // 2, SEEDS - 1), fields.whole("top_k", -1)
-    wanted: dict[str, Any] = {
+    values: dict[str, Any] = {
         "seed": None if seed is None else seed % SEEDS,  # OpenAI's may be negative.
         "top_k": None if top_k is None else max(0, top_k),  # vLLM's -1 is off.
         "logit_bias": fields.take("logit_bias", token_biases),
     }
-    wanted |= {one.name: fields.pop(one.name) for one in dataclasses.fields(SamplingParams) if one.name not in wanted}
-    given = {name: value for name, value in wanted.items() if value is not None}
-    return replace(defaults, **given)
+    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in values]
+    values |= {name: fields.pop(name) for name in names}
+    return replace(defaults, **{name: value for name, value in values.items() if value is not None})
 
 
 def _options(fields: Fields, chat: bool) -> tuple[RequestOptions, bool]:
-    """The options, which ``RequestOptions`` checks, and whether no output is wanted."""
+    """The options, which ``RequestOptions`` checks, and whether the body asks for no output."""
     longest, shortest = _lengths(fields, chat)
-    wanted: dict[str, Any] = {
+    values: dict[str, Any] = {
         "max_output_len": 1 if longest == 0 else longest,
         "min_output_len": shortest,
         "stop": fields.take("stop", _stop_texts),
         "stop_ids": fields.take("stop_token_ids", _token_ids),
         "logprobs": _chat_logprobs(fields) if chat else fields.pop("logprobs"),
-        **{name: fields.pop(name) for name in _AS_THEY_ARE},
+        **{name: fields.pop(name) for name in _SAME_OPTIONS},
         **(_template_options(fields) if chat else {}),
         **read_constraint(fields),
         "tools": read_tools(fields) if chat else None,
     }
-    if wanted["echo"] and wanted["logprobs"] is not None:
-        if wanted["prompt_logprobs"] not in (None, wanted["logprobs"]):
+    if values["echo"] and values["logprobs"] is not None:
+        if values["prompt_logprobs"] not in (None, values["logprobs"]):
             raise RequestError("prompt_logprobs: must equal logprobs when echo is given", "prompt_logprobs")
-        wanted["prompt_logprobs"] = wanted["logprobs"]
-    given = {name: value for name, value in wanted.items() if value is not None}
-    return RequestOptions(**given), longest == 0
+        values["prompt_logprobs"] = values["logprobs"]
+    return RequestOptions(**{name: value for name, value in values.items() if value is not None}), longest == 0
 
 
 def _template_options(fields: Fields) -> dict[str, Any]:
-    """How the template is rendered. transformers and vLLM refuse the same combination."""
+    """Options of the chat template. transformers and vLLM refuse the same combination."""
     opens, continues = fields.pop("add_generation_prompt"), fields.pop("continue_final_message")
     if opens and continues:
         raise RequestError(
@@ -243,7 +241,7 @@ def _template_options(fields: Fields) -> dict[str, Any]:
 
 
 def _lengths(fields: Fields, chat: bool) -> tuple[int | None, int]:
-    """Most and fewest tokens of output. ``ignore_eos`` lets no stop id come before the last token."""
+    """Maximum and minimum tokens of output. ``ignore_eos`` allows no stop id before the last token."""
     older, longest = fields.whole("max_tokens", 0), fields.whole("max_completion_tokens", 0)
     if None not in (older, longest) and older != longest:
         raise RequestError(
@@ -263,11 +261,11 @@ def _lengths(fields: Fields, chat: bool) -> tuple[int | None, int]:
 
 
 def _chat_logprobs(fields: Fields) -> int | None:
-    """Likeliest tokens beside each token; None: no log-probabilities."""
-    wanted, most = fields.take("logprobs", arguments.flag), fields.whole("top_logprobs", 0, MAX_LOGPROBS)
-    if most is not None and not wanted:
+    """Number of likeliest tokens beside each token; None: no log-probabilities."""
+    has_logprobs, count = fields.take("logprobs", arguments.flag), fields.whole("top_logprobs", 0, MAX_LOGPROBS)
+    if count is not None and not has_logprobs:
         raise RequestError("top_logprobs: needs logprobs true", "top_logprobs")
-    return (most or 0) if wanted else None
+    return (count or 0) if has_logprobs else None
 
 
 def _stop_texts(name: str, value: Any) -> Sequence[str]:

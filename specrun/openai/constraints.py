@@ -1,4 +1,4 @@
-"""Constrained output as bodies ask for it: OpenAI's ``response_format``, and vLLM's fields."""
+"""Fields of bodies that constrain the output: OpenAI's ``response_format``, and vLLM's fields."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _STRUCTURED = {
 
 
 def read_constraint(fields: Fields) -> dict[str, Any]:
-    """The options of a request that constrain its output; empty where a body asks for none.
+    """The options that constrain the output; empty where a body has no such field.
 
-    Their values are checked by ``RequestOptions`` and by the compiler of grammars. Raises RequestError.
+    ``RequestOptions`` and the compiler of grammars check their values. Raises RequestError.
     """
     constraint = fields.take("response_format", _response_format) or {}
     for name, option in _GUIDED.items():
@@ -38,8 +38,8 @@ def read_constraint(fields: Fields) -> dict[str, Any]:
     for name, option in _STRUCTURED.items():
         if (value := structured.pop(name)) is not None:
             constraint[option] = value
-    if structured.left:
-        name = next(iter(structured.left))
+    if structured.unread:
+        name = next(iter(structured.unread))
         raise RequestError(f"structured_outputs.{name[:64]}: not supported; leave it out", "structured_outputs")
     return constraint
 
@@ -52,6 +52,6 @@ def _response_format(name: str, value: Any) -> dict[str, Any]:
         return {"json_object": True}
     if kind != "json_schema":
         raise wrong(f"{name}.type", kind, "text, json_object or json_schema", name)
-    described: Mapping[str, Any] = as_object(f"{name}.json_schema", value.get("json_schema"))
-    schema = described.get("schema")
+    json_schema: Mapping[str, Any] = as_object(f"{name}.json_schema", value.get("json_schema"))
+    schema = json_schema.get("schema")
     return {"json_schema": {} if schema is None else schema}

@@ -1,4 +1,4 @@
-"""Reading the fields of a JSON object that a stranger sent: each is checked, and an error names it."""
+"""Reads and checks the fields of an untrusted JSON object. Errors name the field."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def as_object(name: str, value: Any) -> Mapping[str, Any]:
 
 
 class Fields:
-    """The fields of a JSON object that are not null. Fields that were not read are in ``left``."""
+    """The fields of a JSON object that are not null. ``unread`` has those that were not read yet."""
 
     def __init__(self, body: Mapping[str, Any], prefix: str = "") -> None:
-        """prefix: before the fields' names in errors."""
-        self.left: dict[str, Any] = {name: value for name, value in body.items() if value is not None}
+        """prefix: text before the fields' names in errors."""
+        self.unread: dict[str, Any] = {name: value for name, value in body.items() if value is not None}
         self._prefix = prefix
 
     def __bool__(self) -> bool:
-        return bool(self.left)
+        return bool(self.unread)
 
     def take(self, name: str, check: Callable[[str, Any], _T]) -> _T | None:
-        """What ``check`` makes of a field; None where it is missing.
+        """Read a field, checked and converted by ``check``; None where it is missing.
 
         Raises RequestError, with the field's name.
         """
-        if name not in self.left:
+        if name not in self.unread:
             return None
         full = self._prefix + name
-        value = self.left.pop(name)
+        value = self.unread.pop(name)
         try:
             return check(full, value)
         except RequestError as error:
@@ -50,24 +50,24 @@ class Fields:
             raise
 
     def pop(self, name: str) -> Any:
-        """A field as it is, not checked here; None where it is missing."""
-        return self.left.pop(name, None)
+        """Read a field without a check; None where it is missing."""
+        return self.unread.pop(name, None)
 
     def required(self, name: str, check: Callable[[str, Any], _T]) -> _T:
-        """The same for a field that must be there."""
+        """Read a field as ``take`` does. Raises RequestError too where it is missing."""
         value = self.take(name, check)
         if value is None:
             raise RequestError(f"{name}: missing", name)
         return value
 
     def whole(self, name: str, low: int, high: int | None = None) -> int | None:
-        """A whole number in a range."""
+        """Read a whole number in a range; None where it is missing."""
         limit = arguments.at_least(low) if high is None else arguments.between(low, high)
         return self.take(name, lambda name, value: limit.check(name, arguments.whole(name, value)))
 
     def refuse(self, unsupported: Mapping[str, Sequence[Any]]) -> None:
-        """Raise RequestError for fields that are not supported, but for values that ask for nothing."""
-        for name, harmless in unsupported.items():
-            value = self.left.pop(name, None)
-            if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
+        """Raise RequestError for fields that are not supported, unless they have one of the values without effect."""
+        for name, no_effect in unsupported.items():
+            value = self.unread.pop(name, None)
+            if value is not None and not any(type(value) is type(other) and value == other for other in no_effect):
                 raise RequestError(f"{name}: not supported; leave it out", name)

@@ -1,6 +1,6 @@
-"""``/v1/messages``: Anthropic's Messages API for texts. A body becomes one of a chat; its answer has another shape.
+"""``/v1/messages``: Anthropic's Messages API for texts. A body is translated to a chat; its answer has another shape.
 
-The fields are those of Anthropic's API reference. What changes no answer here, as ``cache_control``, is ignored.
+The fields are those of Anthropic's API reference. Fields that change no answer, such as ``cache_control``, are ignored.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from specrun.openai.answers import Answer, Delta, usage
 from specrun.openai.body import OpenAIBody, read_chat
 from specrun.openai.fields import Fields, as_object, wrong
 from specrun.openai.output_items import Output, OutputItem
-from specrun.openai.shapes import Head, Shape, Stream
+from specrun.openai.shapes import Head, Shape, Stream, named_event
 from specrun.sampling.sampler import SamplingParams
 
 _REFUSED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": (), "n": (1,), "prompt_logprobs": ()}
-"""Known fields that are not supported, with the values that ask for nothing."""
+"""Known fields that are not supported, with their values without effect."""
 _NO_CHANGE = ("metadata", "service_tier", "stream_options", "betas", "context_management", "output_config")
-"""Fields that are taken and change nothing here."""
+"""Fields that are accepted and ignored."""
 
 
 class MessageShape(Shape):
@@ -39,10 +39,10 @@ class MessageShape(Shape):
     def read_prompt(
         self, fields: Fields, more: dict[str, Any], defaults: SamplingParams, max_prompt_len: int | None
     ) -> OpenAIBody:
-        """A body's prompt and options. more: fields of the chat besides. Raises RequestError."""
+        """Read a body's prompt and options. more: further fields of the chat. Raises RequestError."""
         fields.refuse(_REFUSED)
         for name in _NO_CHANGE:
-            fields.left.pop(name, None)
+            fields.unread.pop(name, None)
         messages = fields.required("messages", _messages)
         if system := fields.take("system", _text):
             messages.insert(0, {"role": "system", "content": system})
@@ -54,7 +54,7 @@ class MessageShape(Shape):
         if tools:
             chat |= {"tools": tools, "tool_choice": _tool_choice(choice)}
             chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
-        return read_chat({**fields.left, **chat}, defaults, max_prompt_len)
+        return read_chat({**fields.unread, **chat}, defaults, max_prompt_len)
 
     @override
     def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
@@ -76,38 +76,38 @@ class MessageStream(Stream):
 
     @override
     def begin(self) -> Iterator[str]:
-        yield _event("message_start", message=message(self._answer, self._head))
+        yield named_event("message_start", message=message(self._answer, self._head))
 
     @override
     def add(self, number: int, answer: Answer, delta: Delta) -> Iterator[str]:
         for item, text, _ in self._output.add(answer, delta._replace(scores=())):
-            yield from self._turn_to(item)
+            yield from self._switch_to(item)
             if text:
                 kind, name = _DELTAS[item.kind]
-                yield _event("content_block_delta", index=item.index, delta={"type": kind, name: text})
+                yield named_event("content_block_delta", index=item.index, delta={"type": kind, name: text})
 
     @override
     def fail(self, error: Mapping[str, Any]) -> Iterator[str]:
-        yield _event("error", **error_body(error))
+        yield named_event("error", **error_body(error))
 
     @override
     def end(self) -> Iterator[str]:
-        yield from self._turn_to(None)
+        yield from self._switch_to(None)
         ended = _end(self._answer)
         counts = ended.pop("usage")
-        yield _event("message_delta", delta=ended, usage=counts)
-        yield _event("message_stop")
+        yield named_event("message_delta", delta=ended, usage=counts)
+        yield named_event("message_stop")
 
-    def _turn_to(self, item: OutputItem | None) -> Iterator[str]:
-        """End the open block and begin that of ``item``, unless it is the same."""
+    def _switch_to(self, item: OutputItem | None) -> Iterator[str]:
+        """End the open block and begin the block of ``item``, unless it is the same."""
         if item is self._open:
             return
         if self._open:
-            yield _event("content_block_stop", index=self._open.index)
+            yield named_event("content_block_stop", index=self._open.index)
         self._open = item
         if item:
             empty = OutputItem(item.kind, item.id, item.index, item.call)
-            yield _event("content_block_start", index=item.index, content_block=block(empty))
+            yield named_event("content_block_start", index=item.index, content_block=block(empty))
 
 
 _DELTAS = {
@@ -142,13 +142,13 @@ def block(item: OutputItem) -> dict[str, Any]:
 
 
 def error_body(error: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of an error, from that of OpenAI's API."""
+    """The body of an error in Anthropic's shape. error: in OpenAI's."""
     kind = {"server_error": "api_error"}.get(error["error"]["type"], error["error"]["type"])
     return {"type": "error", "error": {"type": kind, "message": error["error"]["message"]}}
 
 
 def _object(text: str) -> Any:
-    """The arguments of a call; where the answer broke off in them, none."""
+    """The arguments of a call; empty where the answer ended within them."""
     try:
         return json.loads(text or "{}")
     except ValueError:
@@ -163,7 +163,7 @@ def _end(answer: Answer) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    """Tokens as Anthropic counts them: those that the prefix cache had are no input."""
+    """Token counts as Anthropic's API has them: ``input_tokens`` without those of the prefix cache."""
     counts = usage([answer], 1)
     cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
@@ -174,11 +174,6 @@ def _usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _event(kind: str, **fields: Any) -> str:
-    data = {"type": kind, **fields}
-    return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
 # ------------------------------------------------------------------------------------------------------- a body
 
 
@@ -187,25 +182,25 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """Messages of a chat: results of tools are messages of their own there."""
+    """Messages of a chat, in which each result of a tool is a message."""
     if not isinstance(value, list) or not value:
         raise wrong(name, value, "a list of messages")
     messages: list[dict[str, Any]] = []
-    for number, one in enumerate(value):
+    for number, entry in enumerate(value):
         where = f"{name}[{number}]"
-        role, content = as_object(where, one).get("role"), one.get("content")
+        role, content = as_object(where, entry).get("role"), entry.get("content")
         if role not in ("user", "assistant"):
             raise wrong(f"{where}.role", role, "user or assistant")
         if not isinstance(content, list):
             messages.append({"role": role, "content": arguments.text(f"{where}.content", content)})
             continue
-        blocks = [(f"{where}.content[{place}]", part) for place, part in enumerate(content)]
+        blocks = [(f"{where}.content[{index}]", part) for index, part in enumerate(content)]
         messages += _user_turn(blocks) if role == "user" else [_answer(blocks)]
     return messages
 
 
 _Blocks = Sequence[tuple[str, Any]]
-"""Blocks of a message, each with its place."""
+"""Blocks of a message, each with its path in the body."""
 
 
 def _user_turn(blocks: _Blocks) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The output of an answer in items, as Responses and Messages have them: thoughts, messages and calls."""
+"""The output of an answer as items of the Responses and Messages APIs: thoughts, messages and calls."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Output:
     def __init__(self, head: Head) -> None:
         self.items: list[OutputItem] = []
         self._identity = head.identity
-        self._unplaced: list[TokenScore] = []
-        """Tokens behind a thought that have no text yet."""
+        self._pending_scores: list[TokenScore] = []
+        """Tokens after a thought that have no text yet."""
 
     @classmethod
     def of(cls, answer: Answer, head: Head) -> Output:
@@ -45,7 +45,7 @@ class Output:
         return output
 
     def begin(self, kind: Literal["reasoning", "message", "function_call"], call: ToolCall | None = None) -> OutputItem:
-        """A new item."""
+        """Append a new item."""
         number = len(self.items)
         self.items.append(
             OutputItem(kind, f"{PREFIXES[kind]}_{self._identity}{f'_{number}' if number else ''}", number, call)
@@ -53,31 +53,31 @@ class Output:
         return self.items[-1]
 
     def add(self, answer: Answer, delta: Delta) -> list[tuple[OutputItem, str, Sequence[TokenScore]]]:
-        """Add what is new of the answer. Returns the items that grow, with what is new of each."""
+        """Add new parts of the answer. Returns the items that grow, with the new text and tokens of each."""
         grown: list[tuple[OutputItem, str, Sequence[TokenScore]]] = []
-        self._unplaced += [score for score in delta.scores if not score.is_thought]
+        self._pending_scores += [score for score in delta.scores if not score.is_thought]
         if delta.reasoning:
             grown.append((self._last("reasoning"), delta.reasoning, ()))
-        if delta.text or (answer.ended and self._unplaced and not answer.calls):
+        if delta.text or (answer.ended and self._pending_scores and not answer.calls):
             grown.append((self._last("message"), delta.text, self._scores_of(answer, delta)))
         if delta.calls:
-            self._unplaced.clear()
-        for new in delta.calls:
-            item = self.begin("function_call", answer.calls[new.index]) if new.name is not None else self.items[-1]
-            grown.append((item, new.arguments, ()))
+            self._pending_scores.clear()
+        for part in delta.calls:
+            item = self.begin("function_call", answer.calls[part.index]) if part.name is not None else self.items[-1]
+            grown.append((item, part.arguments, ()))
         for item, text, scores in grown:
             item.text += text
             item.scores += scores
         return grown
 
     def _scores_of(self, answer: Answer, delta: Delta) -> Sequence[TokenScore]:
-        """The tokens of the text of ``delta``. Those behind it belong to calls."""
-        placed, self._unplaced = self._unplaced, []
+        """The tokens of the text of ``delta``. Those after it belong to calls."""
+        scores, self._pending_scores = self._pending_scores, []
         if delta.calls and answer.names:
-            ends = accumulate(len(answer.names.text(score.token)) for score in placed)
-            placed = placed[: 1 + sum(end < len(delta.text) for end in ends)]
-        return placed
+            ends = accumulate(len(answer.names.text(score.token)) for score in scores)
+            scores = scores[: 1 + sum(end < len(delta.text) for end in ends)]
+        return scores
 
     def _last(self, kind: Literal["reasoning", "message"]) -> OutputItem:
-        """The last item, or a new one where that is of another kind."""
+        """The last item, or a new one if the last has another kind."""
         return self.items[-1] if self.items and self.items[-1].kind == kind else self.begin(kind)

@@ -1,4 +1,4 @@
-"""Prompts and messages of OpenAI's bodies, checked, in the forms that the decoder and chat templates know."""
+"""Checks prompts and messages of OpenAI's bodies, and converts them for the decoder and chat templates."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from specrun.openai.fields import as_object, wrong
 from specrun.request.factory import Message, Prompt
 
 MAX_PROMPTS = 256
-"""Prompts in one body."""
+"""Maximum number of prompts in one body."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _LARGEST_ID = 1 << 63
-"""Token ids are numbers of 64 bits; what the model has is the decoder's to check."""
+"""Bound of token ids, which are 64-bit integers. The decoder checks them against the vocabulary."""
 
 
 def read_prompts(name: str, value: Any, max_len: int | None = None) -> Sequence[Prompt]:
     """A text, token ids, or several of both. Raises RequestError.
 
-    max_len: tokens that a prompt may have; more ids than that are a ContextLengthError. None: any number.
+    max_len: maximum tokens of a prompt; more ids are a ContextLengthError. None: any number.
     """
     several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     prompts = value if several else [value]
@@ -38,14 +38,14 @@ def read_prompts(name: str, value: Any, max_len: int | None = None) -> Sequence[
 
 
 def are_ids(value: object) -> TypeGuard[list[int]]:
-    """Whether it is a list of token ids. JSON's true is none, though Python's True is a number."""
+    """Whether ``value`` is a list of token ids. JSON's true is not one, though Python's True is a number."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < _LARGEST_ID for item in value)
 
 
 def read_messages(name: str, value: Any, max_len: int | None = None) -> Sequence[Message]:
     """The messages of a conversation. Raises RequestError.
 
-    max_len: tokens that a prompt may have; more messages than that are a ContextLengthError. None: any number.
+    max_len: maximum tokens of a prompt; more messages are a ContextLengthError. None: any number.
     """
     if not isinstance(value, list) or not value:
         raise wrong(name, value, "a list of messages")
@@ -66,7 +66,7 @@ def _with_name(message: Message, names: Mapping[str, str]) -> Message:
 
 
 def _message(where: str, message: Any) -> Message:
-    """A message with its content as one text. Developers' messages are the system's, which templates know."""
+    """A message with its content as one text. The role developer becomes system, which templates support."""
     fields = dict(as_object(where, message))
     role, content, calls = fields.get("role"), fields.get("content"), fields.pop("tool_calls", None)
     if role not in ROLES:
@@ -92,7 +92,7 @@ def _text_part(where: str, part: Any) -> str:
 
 
 def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """The calls of an assistant's message, with their arguments as objects: templates write them in their own way."""
+    """The calls of an assistant's message, with their arguments as objects, which templates format."""
     if not isinstance(calls, list):
         raise wrong(where, calls, "a list of calls")
     return [_call(f"{where}[{number}]", call) for number, call in enumerate(calls)]
@@ -104,13 +104,13 @@ def _call(where: str, call: Any) -> dict[str, Any]:
         raise wrong(f"{where}.type", kind, "function")
     function = as_object(f"{where}.function", call.get("function"))
     _text(f"{where}.function.name", function.get("name"))
-    given = function.get("arguments")
+    text = function.get("arguments")
     try:
-        values = json.loads(given or "{}") if isinstance(given, str | None) else given
+        values = json.loads(text or "{}") if isinstance(text, str | None) else text
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        raise wrong(f"{where}.function.arguments", given, "a JSON object as text")
+        raise wrong(f"{where}.function.arguments", text, "a JSON object as text")
     return {**call, "type": "function", "function": {**function, "arguments": values}}
 
 

@@ -1,4 +1,4 @@
-"""Items of the Responses API: what a conversation is made of. Items to a chat's messages, and back: pure functions."""
+"""Items of the Responses API, of which a conversation consists. Pure functions translate them to a chat's messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specrun.openai.fields import as_object, wrong
 
 Item = Mapping[str, Any]
 PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "function_call_output": "fco"}
-"""Beginnings of ids, by type of item. Behind one stands what the response's id has behind ``resp_``."""
+"""Prefixes of ids, by type of item. The rest is that of the response's id after ``resp_``."""
 _OF_CALLS = ("function_call", "function_call_output")
 """Types of items that name a call."""
 
@@ -26,18 +26,18 @@ class StoredResponse(NamedTuple):
 
     response: Mapping[str, Any]
     items: Sequence[Item]
-    """Items that it answers: its input and what came before."""
+    """Items that it answers: the conversation before it, and its input."""
 
     @property
     def conversation(self) -> list[Item]:
-        """Everything that was said, up to its output."""
+        """All items, with its output."""
         return [*self.items, *self.response["output"]]
 
 
 def read_items(name: str, value: Any, find: Callable[[str], Item]) -> list[Item]:
     """An input's items: messages, calls, their outputs, and thoughts. Raises RequestError.
 
-    find: the item of an earlier response that has an id.
+    find: returns the item of an earlier response by its id.
     """
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
@@ -63,20 +63,21 @@ def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
     identity = response_id.removeprefix("resp_")
     listed: list[Item] = []
     for number, item in enumerate(items):
-        known = item.get("id")
-        new = f"{PREFIXES[item['type']]}_{identity}_in{number}"
-        own = {**item, "id": known if isinstance(known, str) and known else new}
+        item_id = item.get("id")
+        if not (isinstance(item_id, str) and item_id):
+            item_id = f"{PREFIXES[item['type']]}_{identity}_in{number}"
+        copy = {**item, "id": item_id}
         if item["type"] == "message" and isinstance(item.get("content"), str):
             part = {"type": "input_text", "text": item["content"]}
             if item.get("role") == "assistant":
                 part |= {"type": "output_text", "annotations": []}
-            own["content"] = [part]
-        listed.append(own)
+            copy["content"] = [part]
+        listed.append(copy)
     return listed
 
 
 def messages_of(name: str, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Messages of a chat. Calls stand in the message before them, and thoughts in the one behind them.
+    """Messages of a chat. A call belongs to the message before it, and a thought to the one after it.
 
     Raises RequestError.
     """
@@ -105,9 +106,9 @@ def messages_of(name: str, items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def fitting(items: Sequence[Item], fits: Callable[[Sequence[Item]], bool]) -> Sequence[Item]:
-    """``items`` without as many of the oldest as have to go for ``fits``; the fewest items where it is never true.
+    """``items`` without the oldest, as many as needed for ``fits``; the fewest items if it is never true.
 
-    ``fits`` may raise ContextLengthError instead. What is left begins with a user's message, if one can be left.
+    ``fits`` may raise ContextLengthError in place of False. The result begins with a user's message, if possible.
     """
     users = [number for number, item in enumerate(items) if item.get("role") == "user"]
     starts = [0, *(number for number in users if number), *range((users or [0])[-1] + 1, len(items))]
@@ -118,29 +119,30 @@ def fitting(items: Sequence[Item], fits: Callable[[Sequence[Item]], bool]) -> Se
         except ContextLengthError:
             return False
 
-    place = bisect_left(starts, True, key=is_short)
-    return without_oldest(items, starts[min(place, len(starts) - 1)])
+    index = bisect_left(starts, True, key=is_short)
+    return without_oldest(items, starts[min(index, len(starts) - 1)])
 
 
 def without_oldest(items: Sequence[Item], count: int) -> list[Item]:
-    """``items`` without the first ``count``, but for instructions, and without outputs whose calls are gone."""
+    """``items`` without the first ``count``, except instructions, and without outputs of calls that are dropped."""
     instructions = [item for item in items[:count] if item.get("role") in ("system", "developer")]
-    gone = {item.get("call_id") for item in items[:count] if item["type"] == "function_call"}
-    kept = [
-        item for item in items[count:] if not (item["type"] == "function_call_output" and item.get("call_id") in gone)
+    dropped = {item.get("call_id") for item in items[:count] if item["type"] == "function_call"}
+    return instructions + [
+        item
+        for item in items[count:]
+        if not (item["type"] == "function_call_output" and item.get("call_id") in dropped)
     ]
-    return [*instructions, *kept]
 
 
 def _thought(where: str, content: Any) -> str:
-    """The text of a thought that an earlier answer began with."""
+    """The text of a thought of an earlier answer."""
     if not isinstance(content, list):
         return ""
     return "".join(arguments.text(where, as_object(where, part).get("text")) for part in content)
 
 
 def _content(content: Any) -> Any:
-    """A text, or parts of one as chats have them; other parts are refused by name there."""
+    """A text, or its parts as chats have them. Other parts stay as they are, and ``read_messages`` refuses them."""
     if not isinstance(content, list):
         return content
     return [

@@ -1,8 +1,7 @@
-"""``/v1/responses``: OpenAI's Responses API for texts. A body becomes one of a chat; its answer has another shape."""
+"""``/v1/responses``: OpenAI's Responses API for texts. A body is translated to a chat; its answer has another shape."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from specrun.openai.response_items import (
     read_items,
     with_ids,
 )
-from specrun.openai.shapes import Head, Shape, Stream
+from specrun.openai.shapes import Head, Shape, Stream, named_event
 from specrun.sampling.sampler import SamplingParams
 
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -36,13 +35,13 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "prompt_logprobs": (),
 }
-"""Known fields that are not supported, with the values that ask for nothing."""
+"""Known fields that are not supported, with their values without effect."""
 _NO_CHANGE = ("stream_options", "max_tool_calls", "service_tier", "prompt_cache_key")
-"""Fields that are taken and change nothing here."""
+"""Fields that are accepted and ignored."""
 
 
 class ResponseShape(Shape):
-    """The shape of one body's answer; it remembers what the answer repeats."""
+    """The shape of one body's answer. It keeps the fields of the body that the answer repeats."""
 
     def __init__(
         self,
@@ -50,18 +49,19 @@ class ResponseShape(Shape):
         keep: Callable[[StoredResponse], bool] | None = None,
         fits: Callable[[OpenAIBody], bool] = lambda _: True,
     ) -> None:
-        """find: the stored response that has an id; None: bodies are checked only, and nothing is looked up.
+        """find: returns the stored response of an id; None: bodies are only checked.
 
         keep: stores a response, and returns whether it did. fits: whether the engine has room for a body; it may raise
         ContextLengthError.
         """
         self._find, self._keep, self._fits = find, keep, fits
-        self._told: dict[str, Any] = {}
+        self._echoed: dict[str, Any] = {}
+        """Fields of the body that the answer repeats."""
         self._with_logprobs = False
         self._items: Sequence[Item] = ()
-        """Items that the answer is to."""
+        """Items that the answer follows."""
         self._referable: dict[str, dict[str, Item]] = {}
-        """Items that may still be referred to, by response and id."""
+        """Items that references may still name, by response and id."""
 
     @override
     def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
@@ -69,15 +69,15 @@ class ResponseShape(Shape):
         fields = Fields(as_object("body", body))
         fields.refuse(_REFUSED)
         for name in _NO_CHANGE:
-            fields.left.pop(name, None)
+            fields.unread.pop(name, None)
         previous = fields.take("previous_response_id", arguments.text)
         if fields.take("store", arguments.flag) is False:
             self._keep = None
-        given = fields.required("input", partial(read_items, find=self._find_item))
-        items: Sequence[Item] = [*self._conversation(previous), *given]
+        new_items = fields.required("input", partial(read_items, find=self._find_item))
+        items: Sequence[Item] = [*self._conversation(previous), *new_items]
         instructions = fields.take("instructions", arguments.text)
         truncation = fields.take("truncation", _truncation) or "disabled"
-        self._told = {
+        self._echoed = {
             "instructions": instructions,
             "previous_response_id": previous,
             "store": self._keep is not None,
@@ -92,44 +92,44 @@ class ResponseShape(Shape):
             return read_chat({**chat, "messages": messages}, defaults, max_prompt_len)
 
         if truncation == "auto":
-            items = fitting(items, lambda some: self._fits(parse(some)))
+            items = fitting(items, lambda part: self._fits(parse(part)))
         parsed = parse(items)
         self._items = items
-        self._told |= {"temperature": parsed.params.temperature, "top_p": parsed.params.top_p, "user": parsed.user}
+        self._echoed |= {"temperature": parsed.params.temperature, "top_p": parsed.params.top_p, "user": parsed.user}
         return parsed
 
     def _read_options(self, fields: Fields) -> dict[str, Any]:
         """A chat's fields except its messages. Raises RequestError."""
         self._with_logprobs = bool(fields.take("include", _include))
-        if "top_logprobs" in fields.left and not self._with_logprobs:
+        if "top_logprobs" in fields.unread and not self._with_logprobs:
             raise RequestError(f"top_logprobs: needs {_LOGPROBS} in include", "top_logprobs")
         reasoning = fields.take("reasoning", as_object) or {}
-        told_choice = fields.left.get("tool_choice")
+        sent_choice = fields.unread.get("tool_choice")
         tools, choice = fields.take("tools", _tools) or [], fields.take("tool_choice", _tool_choice)
         text = fields.take("text", as_object) or {}
         longest = fields.whole("max_output_tokens", 1)
-        self._told |= {
+        self._echoed |= {
             "max_output_tokens": longest,
             "metadata": fields.take("metadata", as_object) or {},
             "text": {"format": text.get("format") or {"type": "text"}},
-            "top_logprobs": fields.left.get("top_logprobs", 0),
+            "top_logprobs": fields.unread.get("top_logprobs", 0),
             "tools": [{"type": "function", **tool["function"]} for tool in tools],
-            "tool_choice": told_choice or "auto",
-            "parallel_tool_calls": fields.left.get("parallel_tool_calls", True),
+            "tool_choice": sent_choice or "auto",
+            "parallel_tool_calls": fields.unread.get("parallel_tool_calls", True),
             "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         }
         return {
-            **fields.left,
+            **fields.unread,
             "max_tokens": longest,
             "logprobs": self._with_logprobs,
-            "response_format": _response_format(self._told["text"]["format"]),
+            "response_format": _response_format(self._echoed["text"]["format"]),
             "reasoning_effort": reasoning.get("effort"),
             "tools": tools,
             "tool_choice": choice if tools else None,
         }
 
     def _conversation(self, previous: str | None) -> Sequence[Item]:
-        """What was said up to a response's end. Raises UnknownResponseError."""
+        """The items up to a response's end. Raises UnknownResponseError."""
         if previous is None or self._find is None:
             return ()
         if (stored := self._find(previous)) is None:
@@ -141,7 +141,7 @@ class ResponseShape(Shape):
         return stored.conversation
 
     def _find_item(self, identity: str) -> Item:
-        """An item of a stored response: once, or a small body could refer to a large item without end.
+        """An item of a stored response, only once: a small body must not name a large item many times.
 
         Raises RequestError.
         """
@@ -167,7 +167,7 @@ class ResponseShape(Shape):
         return ResponseStream(self, answers[0], head)
 
     def ended(self, answer: Answer, head: Head, output: Output) -> dict[str, Any]:
-        """The response of an answer that has ended. It is stored."""
+        """Make and store the response of an answer that has ended."""
         response = self.response(answer, head, output)
         if self._keep:
             response["store"] = self._keep(StoredResponse(response, with_ids(self._items, response["id"])))
@@ -176,7 +176,7 @@ class ResponseShape(Shape):
     def response(
         self, answer: Answer, head: Head, output: Output, error: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The response, as far as it has come."""
+        """The response, perhaps incomplete."""
         status = "failed" if error else self.status(answer)
         if answer.ended and not output.items:
             output.begin("message")
@@ -191,17 +191,17 @@ class ResponseShape(Shape):
             "output": [self.shown(item, answer) for item in output.items] if answer.ended and not error else [],
             "usage": _usage(answer) if answer.ended else None,
             **metrics([answer]),
-            **self._told,
+            **self._echoed,
         }
 
     def status(self, answer: Answer) -> str:
-        """How far the answer has come."""
+        """The API's status of the answer."""
         if not answer.ended:
             return "in_progress"
         return "completed" if answer.finish_reason in ("stop", "tool_calls") else "incomplete"
 
     def shown(self, item: OutputItem, answer: Answer, status: str | None = None) -> dict[str, Any]:
-        """An item of the output. status: its own; None: the answer's."""
+        """An item of the output. status: of the item; None: that of the answer."""
         status = status or self.status(answer)
         if item.call:
             call = {"call_id": item.call.id, "name": item.call.name, "arguments": item.text}
@@ -212,14 +212,14 @@ class ResponseShape(Shape):
         return {"id": item.id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def part(self, item: OutputItem, answer: Answer) -> dict[str, Any]:
-        """The text of a message or a thought, its one part."""
+        """The only content part of a message or a thought."""
         if item.kind == "reasoning":
             return {"type": "reasoning_text", "text": item.text}
         scores = self.logprobs(answer, item.scores)
         return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": scores}
 
     def logprobs(self, answer: Answer, scores: Sequence[TokenScore]) -> list[dict[str, Any]]:
-        """Log-probabilities of tokens; none where none were asked for."""
+        """Log-probabilities of tokens; empty where the body does not include them."""
         if not (self._with_logprobs and answer.names):
             return []
         shown: list[dict[str, Any]] = chat_logprobs(Delta("", scores, 0), answer.names)["content"]
@@ -227,14 +227,14 @@ class ResponseShape(Shape):
 
 
 class ResponseStream(Stream):
-    """Named events with numbers, of which the last has the whole response."""
+    """Named and numbered events. The last one has the whole response."""
 
     def __init__(self, shape: ResponseShape, answer: Answer, head: Head) -> None:
         self._shape, self._answer, self._head = shape, answer, head
         self._number = 0
         self._output = Output(head)
         self._open: OutputItem | None = None
-        """The item that events are about."""
+        """Item of the latest events."""
 
     @override
     def begin(self) -> Iterator[str]:
@@ -244,12 +244,12 @@ class ResponseStream(Stream):
     @override
     def add(self, number: int, answer: Answer, delta: Delta) -> Iterator[str]:
         for item, text, scores in self._output.add(answer, delta):
-            yield from self._turn_to(item)
+            yield from self._switch_to(item)
             if item.kind == "message":
                 shown = self._shape.logprobs(answer, scores)
-                yield self._event("response.output_text.delta", **_place(item), delta=text, logprobs=shown)
+                yield self._event("response.output_text.delta", **_indices(item), delta=text, logprobs=shown)
             elif item.kind == "reasoning":
-                yield self._event("response.reasoning_text.delta", **_place(item), delta=text)
+                yield self._event("response.reasoning_text.delta", **_indices(item), delta=text)
             elif text:
                 yield self._event(
                     "response.function_call_arguments.delta", item_id=item.id, output_index=item.index, delta=text
@@ -257,18 +257,18 @@ class ResponseStream(Stream):
 
     @override
     def fail(self, error: Mapping[str, Any]) -> Iterator[str]:
-        told = {"code": error["error"]["code"] or "server_error", "message": error["error"]["message"]}
-        yield self._event("response.failed", response=self._response(told))
+        reason = {"code": error["error"]["code"] or "server_error", "message": error["error"]["message"]}
+        yield self._event("response.failed", response=self._response(reason))
 
     @override
     def end(self) -> Iterator[str]:
         if not self._output.items:
-            yield from self._turn_to(self._output.begin("message"))
-        yield from self._turn_to(None)
+            yield from self._switch_to(self._output.begin("message"))
+        yield from self._switch_to(None)
         response = self._shape.ended(self._answer, self._head, self._output)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def _turn_to(self, item: OutputItem | None) -> Iterator[str]:
+    def _switch_to(self, item: OutputItem | None) -> Iterator[str]:
         """End the open item, and begin ``item``, unless it is the same."""
         if item is self._open:
             return
@@ -284,20 +284,20 @@ class ResponseStream(Stream):
         if not item.call:
             empty = OutputItem(item.kind, item.id, item.index)
             part = self._shape.part(empty, self._answer)
-            yield self._event("response.content_part.added", **_place(item), part=part)
+            yield self._event("response.content_part.added", **_indices(item), part=part)
 
     def _done(self, item: OutputItem, status: str) -> Iterator[str]:
         if item.call:
-            told = {"item_id": item.id, "output_index": item.index, "name": item.call.name, "arguments": item.text}
-            yield self._event("response.function_call_arguments.done", **told)
+            call = {"item_id": item.id, "output_index": item.index, "name": item.call.name, "arguments": item.text}
+            yield self._event("response.function_call_arguments.done", **call)
         else:
             part = self._shape.part(item, self._answer)
             if item.kind == "message":
                 texts = {"text": part["text"], "logprobs": part["logprobs"]}
-                yield self._event("response.output_text.done", **_place(item), **texts)
+                yield self._event("response.output_text.done", **_indices(item), **texts)
             else:
-                yield self._event("response.reasoning_text.done", **_place(item), text=part["text"])
-            yield self._event("response.content_part.done", **_place(item), part=part)
+                yield self._event("response.reasoning_text.done", **_indices(item), text=part["text"])
+            yield self._event("response.content_part.done", **_indices(item), part=part)
         shown = self._shape.shown(item, self._answer, status)
         yield self._event("response.output_item.done", output_index=item.index, item=shown)
 
@@ -305,12 +305,12 @@ class ResponseStream(Stream):
         return self._shape.response(self._answer, self._head, self._output, error)
 
     def _event(self, kind: str, **fields: Any) -> str:
-        data = {"type": kind, "sequence_number": self._number, **fields}
+        event = named_event(kind, sequence_number=self._number, **fields)
         self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        return event
 
 
-def _place(item: OutputItem) -> dict[str, Any]:
+def _indices(item: OutputItem) -> dict[str, Any]:
     return {"item_id": item.id, "output_index": item.index, "content_index": 0}
 
 
@@ -328,7 +328,7 @@ def _tools(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _tool_choice(name: str, value: Any) -> Any:
-    """A ``tool_choice`` as chats have it, where functions have their names in an object of their own."""
+    """A ``tool_choice`` as chats have it, where an object ``function`` has the name."""
     if not isinstance(value, Mapping):
         return value
     if value.get("type") == "allowed_tools":
@@ -344,12 +344,12 @@ def _named_function(value: Any) -> Any:
 
 
 def _include(name: str, value: Any) -> bool:
-    """Whether log-probabilities are wanted. Thoughts need no encryption: their texts are in the items."""
+    """Whether to include log-probabilities. Thoughts need no encryption: their texts are in the items."""
     if not isinstance(value, list):
         raise wrong(name, value, "a list")
-    for one in value:
-        if one not in (_LOGPROBS, _ENCRYPTED):
-            raise wrong(name, one, f"{_LOGPROBS} or {_ENCRYPTED}")
+    for included in value:
+        if included not in (_LOGPROBS, _ENCRYPTED):
+            raise wrong(name, included, f"{_LOGPROBS} or {_ENCRYPTED}")
     return _LOGPROBS in value
 
 

@@ -24,36 +24,46 @@ from specrun.sampling.sampler import SamplingParams
 
 
 class Head(NamedTuple):
-    """What every answer to a body begins with."""
+    """The first fields of every answer."""
 
     identity: str
-    """Last part of ``id``."""
+    """Last part of ``id``, after the prefix."""
     created: int
-    """Seconds since 1970."""
+    """Time in seconds since 1970."""
     model: str
+
+
+def named_event(kind: str, **fields: Any) -> str:
+    """A server-sent event with a name, which is also its field ``type``."""
+    data = {"type": kind, **fields}
+    return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 class Stream(Protocol):
     """An answer as server-sent events, each with its line ends."""
 
     def begin(self) -> Iterable[str]:
-        """Before the first token."""
+        """Events before the first token."""
 
     def add(self, number: int, answer: Answer, delta: Delta) -> Iterable[str]:
-        """What an update adds to an answer, in any number of events."""
+        """Events of what an update adds to an answer."""
 
     def fail(self, error: Mapping[str, Any]) -> Iterable[str]:
-        """The end, where a request has failed. error: the body of an error."""
+        """Last events where a request has failed. error: the body of an error."""
 
     def end(self) -> Iterable[str]:
-        """The end, where all have ended."""
+        """Last events where all requests have ended."""
 
 
 class Shape(Protocol):
-    """How one kind of bodies is read and answered."""
+    """Reads and answers the bodies of one path."""
 
     def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
-        """See ``specrun.openai.body``."""
+        """Check and translate a body.
+
+        defaults: values of missing sampling fields. max_prompt_len: maximum tokens of a prompt; None: any number.
+        Raises RequestError.
+        """
 
     def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         """The answer in one piece. The n answers of a prompt come one after the other."""
@@ -62,12 +72,20 @@ class Shape(Protocol):
         """The answer in events."""
 
 
-class ChoiceShape(Protocol):
+class ChoiceShape(Shape, Protocol):
     """A shape whose answers are lists of choices, in one piece and in chunks."""
 
     id_prefix: str
     whole_object: str
     chunk_object: str
+
+    @override
+    def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
+        return whole_answer(self, answers, body.n, head)
+
+    @override
+    def stream(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> Stream:
+        return ChunkStream(self, body, answers, head)
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """A whole choice."""
@@ -76,7 +94,7 @@ class ChoiceShape(Protocol):
         """Chunks of a choice before its first token."""
 
     def chunks(self, index: int, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
-        """What an update adds to a choice, in any number of chunks."""
+        """Chunks of what an update adds to a choice."""
 
     def more(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Fields of a whole answer except its choices."""
@@ -116,7 +134,7 @@ class ChunkStream(Stream):
 
     @override
     def fail(self, error: Mapping[str, Any]) -> Iterator[str]:
-        """An error is a chunk too."""
+        """An error is the last chunk."""
         yield f"data: {json.dumps(error)}\n\n"
 
     @override
@@ -145,7 +163,7 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class CompletionShape(Shape, ChoiceShape):
+class CompletionShape(ChoiceShape):
     """``/v1/completions``."""
 
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
@@ -153,14 +171,6 @@ class CompletionShape(Shape, ChoiceShape):
     @override
     def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
         return read_completion(body, defaults, max_prompt_len)
-
-    @override
-    def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
-        return whole_answer(self, answers, body.n, head)
-
-    @override
-    def stream(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> Stream:
-        return ChunkStream(self, body, answers, head)
 
     @override
     def more(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -180,12 +190,11 @@ class CompletionShape(Shape, ChoiceShape):
         return [self._choice(index, answer, delta)] if delta.text or delta.scores or answer.ended else []
 
     def _choice(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
-        wanted = answer.wants_logprobs and answer.names
-        logprobs = completion_logprobs(delta, answer.names) if wanted and answer.names else None
+        logprobs = completion_logprobs(delta, answer.names) if answer.wants_logprobs and answer.names else None
         return {"index": index, "text": delta.text, "logprobs": logprobs, **_end(answer)}
 
 
-class ChatShape(Shape, ChoiceShape):
+class ChatShape(ChoiceShape):
     """``/v1/chat/completions``."""
 
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -195,27 +204,16 @@ class ChatShape(Shape, ChoiceShape):
         return read_chat(body, defaults, max_prompt_len)
 
     @override
-    def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
-        return whole_answer(self, answers, body.n, head)
-
-    @override
-    def stream(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> Stream:
-        return ChunkStream(self, body, answers, head)
-
-    @override
     def more(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        return (
-            {"prompt_logprobs": prompt_logprobs(answers[0])}
-            if answers[0].response_options.shows_prompt_logprobs
-            else {}
-        )
+        shows_prompt = answers[0].response_options.shows_prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs(answers[0])} if shows_prompt else {}
 
     @override
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         whole = answer.whole.text
         message: dict[str, Any] = {"role": "assistant", "content": whole, "refusal": None}
         if answer.calls:
-            message |= {"content": whole or None, "tool_calls": [_call(one, one.arguments) for one in answer.calls]}
+            message |= {"content": whole or None, "tool_calls": [_call(call, call.arguments) for call in answer.calls]}
         if reasoning := answer.whole.reasoning:
             message["reasoning_content"] = reasoning
         return {"index": index, "message": message, "logprobs": _chat_logprobs(answer, answer.whole), **_end(answer)}
@@ -229,13 +227,13 @@ class ChatShape(Shape, ChoiceShape):
     def chunks(self, index: int, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = [{"reasoning_content": delta.reasoning}] if delta.reasoning else []
         deltas += [{"content": delta.text}] if delta.text else []
-        for new in delta.calls:
-            call = answer.calls[new.index]
-            shown = {"function": {"arguments": new.arguments}} if new.name is None else _call(call, new.arguments)
-            deltas.append({"tool_calls": [{"index": new.index, **shown}]})
+        for part in delta.calls:
+            call = answer.calls[part.index]
+            shown = {"function": {"arguments": part.arguments}} if part.name is None else _call(call, part.arguments)
+            deltas.append({"tool_calls": [{"index": part.index, **shown}]})
         if not deltas and (delta.scores or answer.ended):
             deltas = [{}]
-        chunks = [{"index": index, "delta": one, "logprobs": None, "finish_reason": None} for one in deltas]
+        chunks = [{"index": index, "delta": fields, "logprobs": None, "finish_reason": None} for fields in deltas]
         if chunks:
             chunks[0]["logprobs"] = _chat_logprobs(answer, delta)
             chunks[-1] |= _end(answer)

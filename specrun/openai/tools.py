@@ -1,4 +1,4 @@
-"""Tools as OpenAI's bodies define them and ask for them."""
+"""Reads the tools of OpenAI's bodies, and which of them may be called."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class _Choice(NamedTuple):
     """A ``tool_choice``."""
 
     kind: str
-    """auto, none, required, or function."""
+    """Kind of the choice: auto, none, required, or function."""
     names: Sequence[str] = ()
-    """Names of the functions that may be called; none given: all."""
+    """Names of the functions that may be called; empty: all."""
 
 
 def read_tools(fields: Fields) -> Tools | None:
-    """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` ask for; None where no tool may be called.
+    """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls``; None where no tool may be called.
 
     Raises RequestError.
     """

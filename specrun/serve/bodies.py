@@ -1,4 +1,4 @@
-"""Reading a request's body without trusting it. The event loop, in which all streams are sent, only receives it."""
+"""Reads untrusted bodies of requests. The event loop, which sends all streams, only receives them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 M = TypeVar("M")
 
 _PAUSE = 2.0
-"""Seconds without a large body for each second that one took: the interpreter's lock is for the streams then."""
+"""Seconds of pause for each second of work on a large body. Streams have the interpreter's lock meanwhile."""
 
 
 class BodyReader:
@@ -38,39 +38,39 @@ class BodyReader:
     def __init__(self) -> None:
         self._check = LargeBodies()
         self._turn = asyncio.Semaphore()
-        """Held while a large body is looked at or read."""
+        """Lock: one large body at a time is checked or read."""
         self._num_large = 0
         """Number of large bodies that have not been read."""
         self._num_received = 0
-        """Bytes of bodies that have not come whole."""
+        """Bytes of bodies that have not arrived completely."""
 
     async def read(
         self,
         request: Request,
-        take: Callable[[str | None], Awaitable[M]],
-        use: Callable[[M, Any], T],
+        acquire: Callable[[str | None], Awaitable[M]],
+        handle: Callable[[M, Any], T],
         max_prompt_lens: Mapping[str | None, int | None],
     ) -> T:
-        """What ``use`` makes of a model and the JSON of a body that names it; it runs in a worker thread.
+        """Call ``handle`` in a worker thread, with the JSON of a body and the model that it names.
 
-        take: gets a model by its name, and may wait for it. max_prompt_lens: tokens of the longest prompt that each
+        acquire: gets a model by its name, and may wait for it. max_prompt_lens: tokens of the longest prompt that each
         model takes. Raises ApiError for a body that is too large, too slow, or no JSON, and QueueFullError where too
         many large ones wait.
         """
         data = await self._receive(request)
         if len(data) <= LARGE_BODY_BYTES:
             value = await to_thread.run_sync(parse, data)
-            model = await take(model_name(value))
-            return await to_thread.run_sync(use, model, value)
+            model = await acquire(model_name(value))
+            return await to_thread.run_sync(handle, model, value)
         if self._num_large > MAX_LARGE_BODIES:
             raise QueueFullError(f"{MAX_LARGE_BODIES} large bodies wait, and no more may")
         self._num_large += 1
         try:
             async with self._turn:
                 name = await self._check.check(request.url.path, data, max_prompt_lens)
-            model = await take(name)
+            model = await acquire(name)
             async with self._turn_and_pause():
-                return await to_thread.run_sync(_read_large, data, model, use)
+                return await to_thread.run_sync(_read_large, data, model, handle)
         finally:
             self._num_large -= 1
 
@@ -100,7 +100,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def _turn_and_pause(self) -> AsyncIterator[None]:
-        """The turn of a large body, which lasts longer than the work."""
+        """The lock for a large body, released after a pause."""
         await self._turn.acquire()
         began = time.perf_counter()
         try:
@@ -110,12 +110,12 @@ class BodyReader:
             asyncio.get_running_loop().call_later(pause, self._turn.release)
 
     async def close(self) -> None:
-        """End the process that looks at large bodies."""
+        """End the process that checks large bodies."""
         await self._check.close()
 
 
-def _read_large(data: bytes, model: M, use: Callable[[M, Any], T]) -> T:
+def _read_large(data: bytes, model: M, handle: Callable[[M, Any], T]) -> T:
     try:
-        return use(model, parse(data))
+        return handle(model, parse(data))
     finally:
         return_freed()

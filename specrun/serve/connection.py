@@ -1,4 +1,4 @@
-"""Clients' connections: how many there may be, and how long one may wait for its client."""
+"""Clients' connections: their maximum number, and how long one may wait for its client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specrun.serve import limits
 from specrun.serve.log import write
 
 ACCEPTED_AT_ONCE = 16
-"""Number of connections that the event loop accepts before it looks at any of them."""
+"""Number of connections that the event loop accepts before it serves any of them."""
 _SPARE_FILES = 64 + 4 * ACCEPTED_AT_ONCE + limits.SPARE_CONNECTIONS
 """Number of files left to the engines, the log, spare connections and those that are being accepted or closed."""
 IS_SPARE = "is_spare"
@@ -36,11 +36,11 @@ def connection_limit() -> int:
 
 
 class ConnectionLimiter:
-    """Limits the connections of one server. One too many ends the one that has waited longest for its client.
+    """Limits the connections of one server. One above the limit ends the one that has waited longest for its client.
 
-    So clients that only keep connections, or do not read their answers, cannot keep others out, whose requests come at
-    once. Those that have sent a request before, and will send another, come last. An address may have a part of all
-    connections. Where no connection can be ended, a few spare ones remain, which are good for ``/health`` alone.
+    So clients that only keep connections, or do not read their answers, cannot keep out others, which send requests at
+    once. Connections that have had a request are ended last. An address may have only a part of all connections. Where
+    no connection can be ended, a few spare ones remain, which serve only ``/health``.
     """
 
     def __init__(self, limit: int, limit_by_address: int | None = None) -> None:
@@ -57,12 +57,12 @@ class ConnectionLimiter:
         self._spare: OrderedDict[Connection, None] = OrderedDict()
 
     def enter(self, newest: Connection) -> None:
-        """Count a connection. Where it is one too many, another one is ended, or it becomes a spare one."""
+        """Count a connection. Above the limit, another one is ended, or it becomes a spare one."""
         address = newest.address
         self._by_address[address] += 1
-        too_many_there = bool(address) and self._by_address[address] > self._limit_by_address
+        too_many_of_address = bool(address) and self._by_address[address] > self._limit_by_address
         too_many = len(newest.connections) - len(self._spare) > self._limit
-        if (too_many_there or too_many) and not self._end_one(address if too_many_there else None):
+        if (too_many_of_address or too_many) and not self._end_longest(address if too_many_of_address else None):
             if len(self._spare) >= limits.SPARE_CONNECTIONS:
                 next(iter(self._spare)).transport.abort()
             self._spare[newest] = None
@@ -71,7 +71,7 @@ class ConnectionLimiter:
             self.wait(newest)
 
     def leave(self, connection: Connection) -> None:
-        """``connection`` has ended."""
+        """Forget a connection that has ended."""
         self._forget(connection)
         self._spare.pop(connection, None)
         self._by_address[connection.address] -= 1
@@ -79,22 +79,22 @@ class ConnectionLimiter:
             del self._by_address[connection.address]
 
     def wait(self, connection: Connection) -> None:
-        """From now on ``connection`` waits for a request."""
+        """Note that ``connection`` now waits for a request."""
         self._forget(connection)
         (self._new if connection.cycle is None else self._known)[connection] = None
 
     def wait_for_reader(self, connection: Connection) -> None:
-        """From now on ``connection`` waits until its client has read. Those that have waited longest may end for it."""
+        """Note that ``connection`` now waits for its client to read. Those that have waited longest may be ended."""
         self._forget(connection)
         self._unread[connection] = None
-        unread = sum(one.transport.get_write_buffer_size() for one in self._unread)
+        unread = sum(connection.transport.get_write_buffer_size() for connection in self._unread)
         while unread > limits.MAX_UNREAD_BYTES and len(self._unread) > 1:
             longest, _ = self._unread.popitem(last=False)
             unread -= longest.transport.get_write_buffer_size()
             longest.end_unread("too much is unread")
 
     def go_on(self, connection: Connection) -> None:
-        """The client of ``connection`` has read."""
+        """Note that the client of ``connection`` has read."""
         self._unread.pop(connection, None)
         if connection.is_waiting:
             self.wait(connection)
@@ -103,10 +103,10 @@ class ConnectionLimiter:
         for group in (self._new, self._unread, self._known):
             group.pop(connection, None)
 
-    def _end_one(self, address: str | None) -> bool:
-        """End the connection that has waited longest, of ``address`` or of all; whether there is one."""
+    def _end_longest(self, address: str | None) -> bool:
+        """End the connection of ``address``, or of all, that has waited longest. Returns whether there is one."""
         for group in (self._new, self._unread, self._known):
-            for connection in [one for one in group if address in (None, one.address)]:
+            for connection in [waiting for waiting in group if address in (None, waiting.address)]:
                 del group[connection]
                 if connection.is_waiting:
                     connection.transport.abort()
@@ -115,7 +115,7 @@ class ConnectionLimiter:
 
 
 class _Parser(h11.Connection):
-    """h11's parser of one connection, for which a body in tiny chunks is no HTTP: each takes as long as a large one."""
+    """h11's parser of one connection. It refuses bodies in tiny chunks, which take as long as large ones."""
 
     _chunks = _bytes = 0
 
@@ -138,28 +138,28 @@ class Connection(H11Protocol):
     uvicorn itself waits without end for the rest of a request's headers, and for a client that does not read.
     """
 
-    _seen: RequestResponseCycle | None = None
-    _stall: TimerHandle | None = None
+    _last_cycle: RequestResponseCycle | None = None
+    _stall_timer: TimerHandle | None = None
     _has_events = False
     _paused_at = 0.0
     """Time on the loop's clock since which the client has read too slowly."""
 
-    def __init__(self, limiter: ConnectionLimiter, write_seconds: float, **given: Any) -> None:
-        """write_seconds: in which a client must read something of what was written. given: uvicorn's arguments."""
-        super().__init__(**given)
+    def __init__(self, limiter: ConnectionLimiter, write_seconds: float, **options: Any) -> None:
+        """write_seconds: time in which a client must read some unread bytes. options: uvicorn's arguments."""
+        super().__init__(**options)
         self.conn = _Parser(h11.SERVER, limits.MAX_HEADER_BYTES)
         self._limiter, self._write_seconds = limiter, write_seconds
 
     @property
     def address(self) -> str:
-        """The client's; '' where it is not known."""
+        """The client's address; '' where it is unknown."""
         return self.client[0] if self.client else ""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the client has yet to send a request or the rest of one, or to read what was written.
+        """Whether the connection waits for its client to send a request, or to read.
 
-        One that sends further requests before it has its answer, as no usual client does, is not waited for either.
+        It counts as waiting too where further requests came before the answer, which no usual client sends.
         """
         needs_request = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
         is_unread = self.flow.write_paused and self.loop.time() - self._paused_at > limits.UNREAD_SECONDS
@@ -167,9 +167,9 @@ class Connection(H11Protocol):
 
     @override
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        """Begin to watch."""
+        """Start the idle timer."""
         super().connection_made(transport)
-        # What the system does not take at once is unread. Where 0 is the limit, asyncio's TLS is always full.
+        # Bytes that the system does not take at once are unread. With a limit of 0, asyncio's TLS is always full.
         transport.set_write_buffer_limits(high=1)
         transport.max_size = limits.READ_BYTES  # type: ignore[attr-defined]  # asyncio's own attribute.
         self._watch = self.loop.call_later(limits.MAX_IDLE_SECONDS, self._close_if_idle)
@@ -177,21 +177,21 @@ class Connection(H11Protocol):
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop watching."""
+        """Stop the timers."""
         self._watch.cancel()
         self._end_stall()
         self._limiter.leave(self)
         super().connection_lost(exc)
 
     def become_spare(self) -> None:
-        """Answer nothing but open paths, and end soon."""
+        """Answer only open paths, and end soon."""
         self.app_state = {**self.app_state, IS_SPARE: True}
         self._watch.cancel()
         self._watch = self.loop.call_later(limits.SPARE_SECONDS, self.transport.abort)
 
     @override
     def handle_events(self) -> None:
-        """Begin with no other request before the client has read its last answer."""
+        """Wait with the next request until the client has read its last answer."""
         self._has_events = self.flow.write_paused
         if self._has_events:
             self.flow.pause_reading()
@@ -207,7 +207,7 @@ class Connection(H11Protocol):
 
     @override
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is written to."""
+        """Handle a client that reads more slowly than the server writes."""
         super().pause_writing()
         self._paused_at = self.loop.time()
         self._watch_reader()
@@ -215,7 +215,7 @@ class Connection(H11Protocol):
 
     @override
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Handle a client that has read all bytes."""
         super().resume_writing()
         self._end_stall()
         self._limiter.go_on(self)
@@ -229,14 +229,14 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def _num_unread(self) -> int:
-        """Bytes that the client's system has not taken."""
+        """Bytes that the client's system has not received."""
         sent = array("i", [0])
-        with suppress(OSError):  # A system that does not tell.
+        with suppress(OSError):  # Not every system reports it.
             ioctl(self.transport.get_extra_info("socket"), TIOCOUTQ, sent)
         return self.transport.get_write_buffer_size() + sent[0]
 
     def _watch_reader(self) -> None:
-        self._stall = self.loop.call_later(self._write_seconds, self._end_if_stalled, self._num_unread())
+        self._stall_timer = self.loop.call_later(self._write_seconds, self._end_if_stalled, self._num_unread())
 
     def _end_if_stalled(self, unread: int) -> None:
         if self._num_unread() < unread:
@@ -245,14 +245,14 @@ class Connection(H11Protocol):
             self.end_unread(f"nothing was read in {self._write_seconds:g} s")
 
     def _end_stall(self) -> None:
-        if self._stall:
-            self._stall.cancel()
-            self._stall = None
+        if self._stall_timer:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     def _close_if_idle(self) -> None:
         is_idle = self.cycle is None or self.cycle.response_complete
-        if is_idle and self.cycle is self._seen:
+        if is_idle and self.cycle is self._last_cycle:
             self.transport.close()
             return
-        self._seen = self.cycle
+        self._last_cycle = self.cycle
         self._watch = self.loop.call_later(limits.MAX_IDLE_SECONDS, self._close_if_idle)

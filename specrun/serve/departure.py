@@ -12,15 +12,15 @@ T = TypeVar("T")
 
 
 class ClientLeftError(Exception):
-    """Nobody reads the answer any more."""
+    """The client has closed its connection before the answer."""
 
 
 async def unless_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
-    """What ``work`` returns. Raises ClientLeftError, and ends the work, as soon as the client closes its connection.
+    """Return the result of ``work``. Raises ClientLeftError, and cancels it, as soon as the client disconnects.
 
     The body must have been read.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -32,6 +32,6 @@ async def unless_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _departure(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

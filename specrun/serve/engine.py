@@ -1,4 +1,4 @@
-"""The engine thread: the only one that runs steps and reads requests. Everything it hands out is a value."""
+"""The engine thread: the only one that runs steps and reads requests. Others get values of it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from specrun.request.updates import Update, UpdateCursor
 from specrun.serve.log import log
 
 MAX_FAILED_STEPS = 3
-"""Steps that fail, with no token between them, before the engine counts as broken."""
-
-
-_SPARED = 8
-"""One part in so many of the queue is left to bodies whose answers fit into that part."""
+"""Number of failed steps, with no token between them, after which the engine counts as broken."""
+_RESERVED_PART = 8
+"""One part in so many of the queue is reserved for bodies whose answers fit into that part."""
 
 
 class QueueFullError(SpecError):
-    """More requests wait than the server lets wait."""
+    """The queue of waiting requests is full."""
 
 
 class EngineStoppedError(SpecError):
@@ -34,12 +32,12 @@ class Submission:
     """Requests that were submitted together."""
 
     def __init__(self, requests: Sequence[Request], receive: Callable[[int, Update], None]) -> None:
-        """receive: is given each update, and the number of its request."""
+        """receive: called with the number of a request and each of its updates."""
         self.receive = receive
         self._requests = requests
 
     def cancel(self) -> None:
-        """End what has not ended. Rows are free within a round. Any thread may call this."""
+        """Cancel the requests that have not ended. Their rows are free within a round. Any thread may call this."""
         for request in self._requests:
             request.cancel()
 
@@ -52,14 +50,14 @@ class RequestUpdate(NamedTuple):
     update: Update
 
     def deliver(self) -> None:
-        """Give it to the submission's receiver."""
+        """Call the submission's ``receive``."""
         self.submission.receive(self.number, self.update)
 
 
 class EngineThread:
     """Runs a decoder's steps while there are requests.
 
-    deliver: called in the engine thread after each step, with all that is new.
+    deliver: called in the engine thread after each step, with all new updates.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class EngineThread:
         self._stopping = False
         self._step_began: float | None = None
         self._failed_steps = 0
-        self._death: str | None = None
+        self._fatal_error: str | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -108,8 +106,8 @@ class EngineThread:
     def problem(self) -> str | None:
         """Why the engine does not work; None where it does."""
         began = self._step_began
-        if self._death:
-            return self._death
+        if self._fatal_error:
+            return self._fatal_error
         if began is not None and time.perf_counter() - began > self._hang_seconds:
             return f"a step has been running for {time.perf_counter() - began:.0f} s"
         if self._failed_steps >= MAX_FAILED_STEPS:
@@ -121,17 +119,18 @@ class EngineThread:
 
         Raises RequestError where so many never can.
         """
-        if self._stopping or self._death:
-            raise EngineStoppedError(self._death or "the server is stopping")
+        if self._stopping or self._fatal_error:
+            raise EngineStoppedError(self._fatal_error or "the server is stopping")
         # Bodies that ask for many answers leave some room to the others.
-        most = self.max_queue if count <= (spared := self.max_queue // _SPARED) else self.max_queue - spared
-        if count > most:
-            raise RequestError(f"n: {count} answers, expected at most {most} to one body; ask for fewer", "n")
-        if (waiting := self._scheduler.num_waiting) + count > most:
-            raise QueueFullError(f"{waiting} requests wait, and at most {most} may, with the {count} of this body")
+        reserved = self.max_queue // _RESERVED_PART
+        limit = self.max_queue if count <= reserved else self.max_queue - reserved
+        if count > limit:
+            raise RequestError(f"n: {count} answers, expected at most {limit} to one body; ask for fewer", "n")
+        if (waiting := self._scheduler.num_waiting) + count > limit:
+            raise QueueFullError(f"{waiting} requests wait, and at most {limit} may, with the {count} of this body")
 
     def submit(self, requests: Sequence[Request], receive: Callable[[int, Update], None]) -> Submission:
-        """Let ``requests`` wait for rows: all of them, or none. Any thread may call this.
+        """Queue ``requests``: all of them, or none. Any thread may call this.
 
         Raises QueueFullError, EngineStoppedError, and RequestError where one cannot be served.
         """
@@ -144,7 +143,7 @@ class EngineThread:
         return submission
 
     def stop(self, patience: float) -> None:
-        """Take no more requests, let those that were taken end, and close the decoder.
+        """Take no more requests, finish the queued ones, and close the decoder.
 
         patience: seconds after which requests that have not ended are cancelled.
         """
@@ -156,20 +155,20 @@ class EngineThread:
             for cursor, _, _ in [*self._watched, *self._arrived]:
                 cursor.request.cancel()
             self._thread.join(self._hang_seconds)
-        if not self._thread.is_alive():  # One that hangs would let closing wait for ever.
+        if not self._thread.is_alive():  # Closing would wait for a step that hangs.
             self.decoder.close()
 
     def _run(self) -> None:
         try:
             while self._wait_for_work():
                 self._step()
-                self._take_arrived()  # Behind the step, which may have begun with them.
-                self._hand_out()
+                self._take_arrived()  # After the step, which may have begun with them.
+                self._deliver_updates()
         except BaseException as error:
             self._die(error)
 
     def _wait_for_work(self) -> bool:
-        """Whether there are requests, as soon as there are; False when the server stops and there are none."""
+        """Wait for requests. Returns False when the server stops and there are none."""
         with self._wake:
             while not (self._arrived or self._watched or self._scheduler.num_running):  # Rows are freed by a step.
                 if self._stopping:
@@ -182,7 +181,7 @@ class EngineThread:
             self._watched.append(self._arrived.popleft())
 
     def _step(self) -> None:
-        """One step. An error fails the requests that the step worked on, and the others go on.
+        """Run one step. An error fails the requests of that step, and the others go on.
 
         Raises EngineLostError where no other step can work.
         """
@@ -202,21 +201,21 @@ class EngineThread:
         finally:
             self._step_began = None
 
-    def _hand_out(self) -> None:
+    def _deliver_updates(self) -> None:
         updated = [(entry, entry[0].update()) for entry in self._watched]
         self._watched = [entry for entry, update in updated if not (update and update.ended)]
         updates = [RequestUpdate(submission, number, update) for (_, submission, number), update in updated if update]
-        if any(one.update.token_outputs for one in updates):
+        if any(update.update.token_outputs for update in updates):
             self._failed_steps = 0
         if updates:
             self._deliver(updates)
 
     def _die(self, error: BaseException) -> None:
-        """Fail everything: without this thread nothing more will happen."""
+        """Fail all requests, because this thread ends."""
         log.critical("the engine thread ended: %r", error, exc_info=error)
         with self._wake:
-            self._death = str(error) if isinstance(error, SpecError) else f"the engine thread ended: {error!r}"
+            self._fatal_error = str(error) if isinstance(error, SpecError) else f"the engine thread ended: {error!r}"
             self._take_arrived()
         for cursor, _, _ in self._watched:
-            cursor.request.fail(BackendError(self._death))
-        self._hand_out()
+            cursor.request.fail(BackendError(self._fatal_error))
+        self._deliver_updates()

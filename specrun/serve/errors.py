@@ -1,4 +1,4 @@
-"""What goes wrong with a request over HTTP, in OpenAI's shape."""
+"""Errors of HTTP requests, in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from specrun.openai.shapes import error_body
 from specrun.serve.engine import EngineStoppedError, QueueFullError
 
 RETRY_SECONDS = 1
-"""Seconds after which a client that met a full queue may try again."""
-
-
+"""Seconds after which a client may try again when the queue was full."""
 _CODES: dict[type[SpecError], str] = {
     ContextLengthError: "context_length_exceeded",
     UnknownResponseError: "previous_response_not_found",
@@ -26,7 +24,7 @@ _PATH = re.compile(rf"(?<![\w/:.~<])/(?:{_END}(?:[^/:;,'\"()\[\]]*{_END})?/)+(?:
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An HTTP response that is an error."""
 
     def __init__(
         self,
@@ -63,7 +61,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def without_paths(message: str) -> str:
-    """``message`` with names in place of paths, whose folders are not the clients' concern."""
+    """``message`` with file names in place of absolute paths, which clients need not know."""
     return _PATH.sub(lambda match: match[0].rstrip("/").rpartition("/")[2], message)
 
 

@@ -1,4 +1,4 @@
-"""Requests in the event loop: they are given to the engine thread, and their updates come back in order."""
+"""Requests in the event loop: submitted to the engine thread, whose updates come back in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specrun.serve.metrics import Metrics
 
 
 class UnreadError(RequestError):
-    """So much of an answer waits for its reader that the requests were ended."""
+    """The client read its answer too slowly, so the requests were ended."""
 
 
 class Generation:
@@ -25,8 +25,8 @@ class Generation:
     with Generation(engine, metrics, requests) as generation:
         async for number, update in generation:
 
-    ``number`` is the request's. Leaving the block cancels the requests that have not ended. So does a reader that falls
-    behind by more than ``limits.MAX_UNREAD_ENTRIES``, where updates are bounded.
+    ``number`` is the request's. Leaving the block cancels the requests that have not ended. Where unread updates are
+    limited, a slow reader with more than ``limits.MAX_UNREAD_ENTRIES`` cancels them too.
     """
 
     def __init__(
@@ -38,15 +38,16 @@ class Generation:
         n: int = 1,
         is_bounded: bool = False,
     ) -> None:
-        """spend_tokens: counts those of prompts, each of which has ``n`` requests, and of answers as they come.
+        """spend_tokens: counts tokens of prompts, each of which has ``n`` requests, and of answers as they come.
 
-        is_bounded: whether updates are sent as they come, to a client that may not read them.
+        is_bounded: whether the number of unread updates is limited, because a client reads them as events.
         """
         self._spend_tokens, self._n = spend_tokens, n
-        self._room = self._most = math.inf
+        self._max_unread = math.inf
         if is_bounded:
-            each = limits.UNREAD_ENTRIES_PER_ANSWER * len(requests)
-            self._room = self._most = max(limits.MAX_UNREAD_ENTRIES, each)
+            self._max_unread = max(limits.MAX_UNREAD_ENTRIES, limits.UNREAD_ENTRIES_PER_ANSWER * len(requests))
+        self._room = self._max_unread
+        """Number of entries that may still wait for the reader; negative once the answer is ended for it."""
         self._engine, self._metrics, self._requests = engine, metrics, requests
         self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         self._entries = [1 + (request.options.logprobs or 0) for request in requests]
@@ -65,22 +66,22 @@ class Generation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        submission, self._submission = (
-            self._submission,
-            None,
-        )  # It refers to this object. Without it both are freed with no collection.
+        # It refers to this object. Without the cycle, both are freed without garbage collection.
+        submission, self._submission = self._submission, None
         if submission and self._running:
             submission.cancel()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
         """Updates until all requests have ended. Raises UnreadError."""
-        left = len(self._requests)
-        while left:
+        num_open = len(self._requests)
+        while num_open:
             number, update = await self._updates.get()
             if self._room < 0:
-                raise UnreadError(f"more than {self._most} tokens and log-probabilities were not read; the answer ends")
+                raise UnreadError(
+                    f"more than {self._max_unread} tokens and log-probabilities were not read; the answer ends"
+                )
             self._room += len(update.token_outputs) * self._entries[number]
-            left -= update.ended is not None
+            num_open -= update.ended is not None
             yield number, update
 
     def _receive(self, number: int, update: Update) -> None:

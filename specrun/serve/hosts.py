@@ -1,7 +1,7 @@
-"""Which names a server answers to, so that web pages of strangers cannot use it through a browser on its machine.
+"""Host names that a server answers to, so that untrusted web pages cannot use it through a browser on its machine.
 
-A page may send requests to the loopback address; then ``Origin`` is the page's. It may also let its own name lead to
-that address; then ``Host`` is that name.
+A page may send requests to the loopback address; then ``Origin`` is the page's. It may also let its own name resolve
+to that address (DNS rebinding); then ``Host`` is that name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specrun.serve.log import shown
 
 
 def read_hosts(text: str) -> frozenset[str]:
-    """Names that are divided by commas. Raises RequestError for what is no name."""
+    """Read names that are separated by commas. Raises RequestError for an invalid name."""
     names = frozenset(name.strip().lower().strip("[]") for name in text.split(",") if name.strip())
     for name in names:
         if "/" in name or (":" in name and not _is_address(name)):

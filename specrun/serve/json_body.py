@@ -1,4 +1,4 @@
-"""JSON of a body: what Python's json makes of it, in half the time."""
+"""Parses the JSON of a body with the results of Python's json, in half the time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from specrun.serve.errors import ApiError
 
 
 def parse(data: bytes) -> Any:
-    """The value. Holds the interpreter's lock all the time. Raises ApiError."""
-    with suppress(ValueError):  # What pydantic refuses json reads, or says why not.
+    """The value of a JSON text. Holds the interpreter's lock all the time. Raises ApiError."""
+    with suppress(ValueError):  # json reads what pydantic refuses, or explains the error.
         return from_json(data, allow_inf_nan=False)
     try:
         return json.loads(data, parse_constant=_refuse_constant)

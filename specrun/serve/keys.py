@@ -1,4 +1,4 @@
-"""API keys: who may use the server."""
+"""API keys, and the limits of each."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from specrun.errors import RequestError
 
 ENVIRONMENT = "SPECRUN_API_KEY"
-_ALONE = "no_block_reuse"
-"""Written behind a key: its texts share no prefix cache, whose speed tells what others have asked."""
+_NO_REUSE = "no_block_reuse"
+"""Word after a key: its requests share no prefix cache, whose speed reveals prompts of others."""
 _LIMITS = ("requests_per_minute", "tokens_per_minute")
-"""Written behind a key as name=number."""
+"""Words after a key, as name=number."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ApiKey:
 def read_keys(path: Path | None) -> list[ApiKey]:
     """The keys of a file, one a line, and the one of the environment.
 
-    A line is a key, and behind it ``no_block_reuse``, ``requests_per_minute=N``, ``tokens_per_minute=N``, or nothing;
-    one that begins with ``#`` is a comment. Raises RequestError.
+    A line is a key, which ``no_block_reuse``, ``requests_per_minute=N`` and ``tokens_per_minute=N`` may follow. A line
+    that begins with ``#`` is a comment. Raises RequestError.
     """
     keys = [_key(words) for words in _lines(path)] if path else []
     if path and not keys:
@@ -46,11 +46,11 @@ def read_keys(path: Path | None) -> list[ApiKey]:
 
 
 def find_key(keys: list[ApiKey], authorization: str) -> ApiKey | None:
-    """The key that an Authorization header gives. It takes as long for a wrong key as for a right one."""
-    kind, _, given = authorization.partition(" ")
+    """The key in an Authorization header. The comparison takes as long for a wrong key as for a right one."""
+    kind, _, secret = authorization.partition(" ")
     matching = None
     for key in keys:
-        if hmac.compare_digest(given.strip().encode(errors="replace"), key.secret) and kind.lower() == "bearer":
+        if hmac.compare_digest(secret.strip().encode(errors="replace"), key.secret) and kind.lower() == "bearer":
             matching = key
     return matching
 
@@ -70,12 +70,12 @@ def _key(words: list[str]) -> ApiKey:
         name, _, number = word.partition("=")
         if name in _LIMITS and number.isascii() and number.isdecimal() and int(number) > 0 and name not in limits:
             limits[name] = int(number)
-        elif word != _ALONE:
-            expected = f"nothing, {_ALONE}, or once {' and '.join(f'{one}=N' for one in _LIMITS)}"
+        elif word != _NO_REUSE:
+            expected = f"nothing, {_NO_REUSE}, or once {' and '.join(f'{limit}=N' for limit in _LIMITS)}"
             raise RequestError(f"--api_key_file: behind a key stands {word!r}; expected {expected}")
     if not (secret.isascii() and secret.isprintable()) or " " in secret or len(secret) < 8:
         raise RequestError(
             "an API key has at least 8 characters, all of them letters, digits and signs of ASCII; one of them is not, "
             "a line end behind the key perhaps"
         )
-    return ApiKey(secret.encode(), _ALONE not in rest, **limits)
+    return ApiKey(secret.encode(), _NO_REUSE not in rest, **limits)

@@ -1,7 +1,7 @@
-"""Large bodies are looked at in a process of its own, before the server reads them.
+"""Checks large bodies in a separate process, before the server reads them.
 
-Reading megabytes of JSON holds the interpreter's lock, and every stream waits. A body whose fields are refused, for a
-million ids say, is never read by the server itself. What takes the model or the tokenizer to see, the server finds.
+Reading megabytes of JSON holds the interpreter's lock, and every stream waits. The server never reads a body whose
+fields are refused, for example one with a million ids. It makes only the checks that need a model or a tokenizer.
 """
 
 from __future__ import annotations
@@ -37,46 +37,46 @@ _READERS: Mapping[str, Callable[[object, SamplingParams, int | None], object]] =
     "/tokenize": read_either,
 }
 _PROGRAM = "import os; os.nice(4); from specrun.serve.large_body import main; main()"
-"""Streams come first, before its imports too. Beside them it has a quarter of a processor; with 10 it had a tenth."""
-_SECONDS = 60.0
-"""A look takes tenths of a second; after so many the process is ended."""
+"""``nice`` before the imports, so that streams come first. With 4 it gets a quarter of a busy processor, with 10 a
+tenth."""
+_TIMEOUT_SECONDS = 60.0
+"""Seconds after which the process is ended; a check takes tenths of a second."""
 
 
 class LargeBodies:
-    """The process, which begins with the first large body and ends with the server. Not for two bodies at a time."""
+    """Owns the process, which starts with the first large body. Checks one body at a time."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
-        self._works = False
-        """Whether the process has answered once."""
+        self._has_replied = False
+        """True once the process has replied."""
 
     async def check(self, path: str, data: bytes, max_prompt_lens: Mapping[str | None, int | None]) -> str | None:
-        """The model that ``data`` names, the body of a request for ``path``. Raises ApiError where fields are refused.
+        """The model that a body ``data`` names, sent to ``path``. Raises ApiError where fields are refused.
 
-        max_prompt_lens: as for ``BodyReader.read``. Where no process can be started, or none that answers, the server
-        has to find out itself.
+        max_prompt_lens: as for ``BodyReader.read``. Without a process that replies, only the name is read, in this one.
         """
         try:
             process = self._process = self._process or await _start()
         except OSError:
             return await _name_of(data)
         try:
-            found = await asyncio.wait_for(_ask(process, path, data, max_prompt_lens), _SECONDS)
-        except BaseException as error:  # Its answer would be taken for that to the next body.
+            reply = await asyncio.wait_for(_exchange(process, path, data, max_prompt_lens), _TIMEOUT_SECONDS)
+        except BaseException as error:  # A late reply would be taken for that to the next body.
             await self.close()
             if not isinstance(error, Exception):
                 raise
-            if self._works:
+            if self._has_replied:
                 raise ApiError(400, "the body could not be read; send a smaller one") from error
             return await _name_of(data)
-        self._works = True
-        if "status" in found:
-            raise ApiError(**found)
-        name: str | None = found["model"]
+        self._has_replied = True
+        if "status" in reply:
+            raise ApiError(**reply)
+        name: str | None = reply["model"]
         return name
 
     async def close(self) -> None:
-        """End the process. The next body begins another one."""
+        """End the process. The next body starts another one."""
         process, self._process = self._process, None
         if process:
             with suppress(ProcessLookupError):
@@ -89,15 +89,15 @@ async def _name_of(data: bytes) -> str | None:
 
 
 async def _start() -> Process:
-    # -P: nothing is imported from the working directory.
+    # -P: Python imports nothing from the working directory.
     command = (sys.executable, "-P", "-c", _PROGRAM)
     return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
 
 
-async def _ask(
+async def _exchange(
     process: Process, path: str, data: bytes, max_prompt_lens: Mapping[str | None, int | None]
 ) -> dict[str, Any]:
-    """What the process says of a body: see ``look``."""
+    """Send a body to the process. Returns the reply of ``check_body``."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps([path, [*max_prompt_lens.items()], len(data)]).encode() + b"\n")
@@ -107,25 +107,25 @@ async def _ask(
     return reply
 
 
-def look(path: str, data: bytes, max_prompt_lens: Mapping[str | None, int | None]) -> dict[str, Any]:
-    """The model that a body names, or why its fields are refused, as arguments of ApiError."""
+def check_body(path: str, data: bytes, max_prompt_lens: Mapping[str | None, int | None]) -> dict[str, Any]:
+    """The name of a body's model, or the error of its fields, as arguments of ApiError."""
     try:
         body = parse(data)
         name = model_name(body)
         if path in _READERS:
             _READERS[path](body, DEFAULTS, max_prompt_lens.get(name or None))
     except (ApiError, RequestError) as error:
-        answer = as_api_error(error)
-        return {"status": answer.status, "message": answer.message, "param": answer.param, "code": answer.code}
+        refusal = as_api_error(error)
+        return {"status": refusal.status, "message": refusal.message, "param": refusal.param, "code": refusal.code}
     return {"model": name if name in max_prompt_lens or name is None else shown(name)}
 
 
 def main() -> None:
-    """Look at bodies until the server closes its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Of a terminal, which the server gets too.
+    """Check bodies from standard input until the server closes it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to the server too.
     while line := sys.stdin.buffer.readline():
         path, max_prompt_lens, size = json.loads(line)
-        answer = look(path, sys.stdin.buffer.read(size), dict(max_prompt_lens))
-        sys.stdout.write(json.dumps(answer) + "\n")
+        reply = check_body(path, sys.stdin.buffer.read(size), dict(max_prompt_lens))
+        sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
         return_freed()

@@ -1,45 +1,45 @@
-"""How much one client may ask of the server. Limits of single fields stand in ``openai_body``."""
+"""Limits of clients and connections. Limits of fields are in ``specrun.openai``."""
 
 from __future__ import annotations
 
 MAX_BODY_BYTES = 8 << 20
 LARGE_BODY_BYTES = 256 << 10
-"""Size from which on bodies are read one after the other."""
+"""Bytes above which bodies are read one after the other."""
 MAX_LARGE_BODIES = 16
 """Number of large bodies that may wait to be read."""
 MAX_BODY_SECONDS = 30.0
-"""Seconds in which a body must have come."""
+"""Seconds in which a body must arrive."""
 MAX_RECEIVED_BYTES = 128 << 20
-"""Bytes of all bodies that have not come whole."""
+"""Bytes of all bodies that have not arrived completely."""
 READ_BYTES = 64 << 10
-"""Bytes of one connection that are looked at before others have their turn."""
+"""Bytes of one connection that are read before others have their turn."""
 FEW_CHUNKS, LEAST_CHUNK_BYTES = 256, 32
-"""A body in more chunks than a few has chunks of so many bytes on average, or is refused."""
+"""Number of chunks above which a body needs an average chunk size, and that size in bytes."""
 MAX_HEADER_BYTES = 16 << 10
 MAX_IDLE_SECONDS = 60.0
-"""A connection is closed when no whole request came on it between two looks that far apart."""
+"""Seconds between two checks of a connection. It is closed if no whole request came between them."""
 KEEP_ALIVE_SECONDS = 75
-"""Longer than clients keep a connection that they do not use: one that the server closes first may get a request just
-then, which fails. With uvicorn's own 5 s, httpx's default too, that happens under load."""
+"""Seconds that an unused connection stays open: longer than clients keep theirs, because a request that is sent while
+the server closes its connection fails. uvicorn's 5 s are httpx's default too, so this happened under load."""
 MAX_CONNECTIONS = 4096
-"""Number of connections, where the process may have so many files; see ``connection_limit``."""
+"""Maximum number of connections, where the process may have so many files; see ``connection_limit``."""
 SPARE_CONNECTIONS = 16
-"""Number of connections beyond that, for ``/health`` alone: monitoring is never kept out."""
+"""Number of further connections, only for ``/health``, so that monitoring always works."""
 SPARE_SECONDS = 5.0
-"""Seconds that a spare connection lasts."""
+"""Seconds after which a spare connection ends."""
 UNREAD_SECONDS = 1.0
-"""A connection whose client has not read all for so long may end where there are too many."""
+"""Seconds with unread bytes after which a connection may be ended if there are too many."""
 WRITE_SECONDS = 30.0
-"""Seconds in which a client must read something of what was written to it."""
+"""Seconds in which a client must read some of its unread bytes."""
 MAX_UNREAD_BYTES = 64 << 20
-"""Bytes of answers that clients have not read, of all connections; the one that has waited longest ends then."""
+"""Unread bytes of all connections, above which the connection that has waited longest is ended."""
 MAX_STORED_RESPONSES = 1000
-"""Number of stored responses, unless the server is told another one."""
+"""Default number of stored responses."""
 MAX_STORED_RESPONSE_BYTES = 1 << 20
-"""Bytes of one of them, with what it answers. A body that continues it is read as quickly as a small one."""
+"""Bytes of one stored response with its input, so that a body that continues it is as quick to read as a small one."""
 MAX_STORED_BYTES = 64 << 20
-"""Bytes of all stored responses, with what they answer."""
+"""Bytes of all stored responses with their inputs."""
 MAX_UNREAD_ENTRIES = 8192
-"""Tokens of an answer in events, and their log-probabilities, that wait for a client to read."""
+"""Maximum number of unread tokens and log-probabilities of an answer in events."""
 UNREAD_ENTRIES_PER_ANSWER = 256
-"""The same for each answer of a body that has many."""
+"""Minimum of it for each answer of a body that has many."""

@@ -1,4 +1,4 @@
-"""Where a server listens, and how clients, proxies and web pages reach it there."""
+"""The address of a server, and how clients, proxies and web pages reach it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from specrun.arguments import Checked, between, show
 from specrun.errors import BackendError, RequestError
 
 ANY = "*"
-"""The name, and the origin, that allows all."""
+"""The name or origin that allows all."""
 BACKLOG = 2048
 """Number of connections that may wait to be accepted."""
 SEND_BUFFER_BYTES = 256 << 10
-"""Bytes of an unread answer that the system keeps. Its default is megabytes for each connection."""
+"""Bytes of an unread answer that the system buffers. Its default is megabytes for each connection."""
 
 
 @dataclass(frozen=True)
 class ListenOptions(Checked):
-    """Where a server listens, and what stands before it."""
+    """Options of the address of a server, and of the proxies and web pages before it."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -70,8 +70,8 @@ class ListenOptions(Checked):
         try:
             listener = self._unix_socket(self.uds) if self.uds else self._tcp_socket()
         except OSError as error:
-            place = f"--uds {self.uds}" if self.uds else f"--host {self.host} --port {self.port}"
-            raise BackendError(f"{place}: {error.strerror or error}; give another one") from error
+            address = f"--uds {self.uds}" if self.uds else f"--host {self.host} --port {self.port}"
+            raise BackendError(f"{address}: {error.strerror or error}; give another one") from error
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         return listener
 
@@ -88,7 +88,7 @@ class ListenOptions(Checked):
 
     @staticmethod
     def _unix_socket(path: Path) -> socket.socket:
-        """A socket in place of one that a server left behind."""
+        """A listening Unix socket. It replaces the socket of a server that has ended."""
         if path.is_socket():
             with socket.socket(socket.AF_UNIX) as client:
                 try:
@@ -106,7 +106,7 @@ class ListenOptions(Checked):
 
 
 def _check_certificate(certificate: Path, key: Path | None) -> None:
-    """Raise RequestError for files that TLS cannot use. A key with a password counts among them: nobody is there."""
+    """Raise RequestError for files that TLS cannot use, such as a key that needs a password."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: b"")
     except (OSError, ValueError) as error:
@@ -125,7 +125,7 @@ def is_local(host: str) -> bool:
 
 
 def read_origins(text: str) -> frozenset[str]:
-    """Origins that are divided by commas. Raises RequestError for what is none."""
+    """Read origins that are separated by commas. Raises RequestError for an invalid one."""
     origins = frozenset(origin.strip() for origin in text.split(",") if origin.strip())
     for origin in origins - {ANY}:
         scheme, _, name = origin.partition("://")

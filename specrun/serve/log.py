@@ -11,12 +11,12 @@ from typing import Any
 from typing_extensions import override
 
 MAX_SHOWN = 200
-"""Number of characters of a stranger's text."""
+"""Maximum number of characters of a client's text."""
 log = logging.getLogger("specrun.serve")
 
 
 def set_up() -> None:
-    """Let this process write what it logs as lines of JSON."""
+    """Set up this process's log as lines of JSON."""
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter())
     logging.basicConfig(handlers=[handler], level=logging.INFO)
@@ -24,12 +24,12 @@ def set_up() -> None:
 
 
 def shown(text: str) -> str:
-    """What the log tells of a text that a client wrote: its beginning."""
+    """The beginning of a client's text, for the log."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}.."
 
 
 def write(event: str, fields: Mapping[str, Any]) -> None:
-    """One line."""
+    """Log an event with its fields."""
     log.info(event, extra={"fields": dict(fields)})
 
 
@@ -37,13 +37,13 @@ class _JsonFormatter(logging.Formatter):
     @override
     def format(self, record: logging.LogRecord) -> str:
         """``time``, ``level``, ``event``, and the fields of the event."""
-        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {"time": when, "level": record.levelname.lower(), "event": record.getMessage()}
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": time, "level": record.levelname.lower(), "event": record.getMessage()}
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
         text = json.dumps(line, ensure_ascii=False, default=repr)
-        # What a terminal obeys instead of showing it, and what other programs take for the end of a line.
+        # Control characters, which terminals obey, and line ends of other programs are escaped.
         return text if text.isprintable() else "".join(map(_escaped, text))
 
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics under the names that vLLM gives them, with a prefix of our own.
+"""Prometheus metrics with vLLM's names and a prefix.
 
 https://docs.vllm.ai/en/latest/design/metrics.html
 """
@@ -20,20 +20,20 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class MetricFamilies:
-    """The metrics of all models. Each is declared by the first model that counts it."""
+    """The metric families of all models. The first model that uses one declares it."""
 
     def __init__(self, prefix: str) -> None:
-        """prefix: of every name, as in ``specrun:num_requests_running``."""
+        """prefix: beginning of every name, as in ``specrun:num_requests_running``."""
         self._prefix, self._registry = prefix, CollectorRegistry()
-        self._made: dict[str, Any] = {}
+        self._families: dict[str, Any] = {}
 
-    def get(self, kind: type[_Kind], name: str, text: str, *labels: str, **more: Any) -> _Kind:
-        """The family of a name, whose labels are ``model_name`` and ``labels``."""
-        if name not in self._made:
-            full = f"{self._prefix}:{name}"
-            self._made[name] = kind(full, text, ["model_name", *labels], registry=self._registry, **more)
-        made: _Kind = self._made[name]
-        return made
+    def get(self, kind: type[_Kind], name: str, text: str, *labels: str, **options: Any) -> _Kind:
+        """The family of a name, with the labels ``model_name`` and ``labels``."""
+        if name not in self._families:
+            full_name = f"{self._prefix}:{name}"
+            self._families[name] = kind(full_name, text, ["model_name", *labels], registry=self._registry, **options)
+        family: _Kind = self._families[name]
+        return family
 
     def text(self) -> bytes:
         """All of them, in Prometheus' text format."""
@@ -41,7 +41,7 @@ class MetricFamilies:
 
 
 class Metrics:
-    """Counts what the event loop sees of one model. The gauges are read from engines when metrics are requested."""
+    """Counts the tokens and requests of one model. ``show`` reads the gauges from its engines."""
 
     def __init__(self, families: MetricFamilies, model: str) -> None:
         """model: the label ``model_name``."""
@@ -74,7 +74,7 @@ class Metrics:
         self._output_sizes = self._histogram("request_generation_tokens", "Tokens of output.", _TOKENS)
 
     def count_round(self, update: Update, seconds: float, is_first: bool) -> None:
-        """Count the tokens of a round or more. seconds: since the request's last tokens, or since it came."""
+        """Count the tokens of a round or more. seconds: since the request's last tokens, or since its arrival."""
         tokens = len(update.token_outputs)
         self._output_tokens.inc(tokens)
         (self._first_token if is_first else self._between).observe(seconds if is_first else seconds / tokens)
@@ -86,7 +86,7 @@ class Metrics:
                 self._accepted_at.labels(self._model, str(position)).inc()
 
     def count_end(self, ended: Ended, prompt_tokens: int, seconds: float) -> None:
-        """Count a request that has ended. seconds: since it came."""
+        """Count a request that has ended. seconds: since its arrival."""
         self._ended.labels(self._model, ended.reason).inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._prefix_queries.inc(prompt_tokens)
@@ -97,7 +97,7 @@ class Metrics:
         self._whole.observe(seconds)
 
     def show(self, engines: Sequence[EngineThread], num_waiting: int) -> None:
-        """Set the gauges to what the model's engines do now. It has none while it sleeps.
+        """Set the gauges from the model's engines. It has none while it sleeps.
 
         num_waiting: requests that wait until the model is loaded.
         """

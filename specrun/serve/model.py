@@ -1,8 +1,8 @@
-"""A model of the server: what it is, and once it is loaded its decoder and its answers."""
+"""A model of the server: its specification, and, once it is loaded, its decoder and its answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,6 @@ from specrun.builder import OnStart
 from specrun.decoder import SpeculativeDecoder
 from specrun.openai.answers import Answer
 from specrun.openai.body import DEFAULTS, OpenAIBody
-from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.serve.engine import EngineThread
 from specrun.serve.keys import ApiKey
@@ -19,7 +18,7 @@ from specrun.serve.metrics import Metrics
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What loading a model gives."""
+    """A decoder with the model's sampling defaults."""
 
     decoder: SpeculativeDecoder
     defaults: SamplingParams = DEFAULTS
@@ -32,11 +31,11 @@ class ModelSpec:
 
     name: str
     load: Callable[[OnStart], LoadedModel] = field(compare=False)
-    """Loads it, and builds its engines where there are none. Any thread may call it."""
+    """Function that loads it, and builds its engines if needed. Any thread may call it."""
     aliases: tuple[str, ...] = field(default=(), compare=False)
     """Further names that bodies may use."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """All that loading depends on."""
+    """Settings on which loading depends."""
     max_queue: int = 256
     """Number of requests that may wait for a row."""
     timeout: float | None = None
@@ -73,7 +72,7 @@ class Model:
         return length <= self.max_input_len and length + least <= self.max_seq_len
 
     def answers(self, body: OpenAIBody, key: ApiKey | None) -> list[Answer]:
-        """The answers to ``body``, before anything of them has come: its prompts' n answers, prompt by prompt.
+        """New answers to ``body``, still empty: n for each prompt, prompt by prompt.
 
         Encodes texts and renders templates, so it may take a while: call it in a worker thread.
         Raises QueueFullError, EngineStoppedError and RequestError; then nothing of the body is decoded.
@@ -91,8 +90,3 @@ class Model:
                 raise request.error
         names = self.decoder.token_bytes
         return [Answer(request, names, body.response_options, is_streamed=body.stream) for request in requests]
-
-
-def requests_of(answers: Sequence[Answer]) -> list[Request]:
-    """The requests behind ``answers``."""
-    return [answer.request for answer in answers]

@@ -1,4 +1,4 @@
-"""One of a server's models, loaded or not, and the requests that wait for it or have it."""
+"""One of a server's models, loaded or not, and the requests that wait for it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ModelEntry:
         self.num_users = 0
         """Number of requests that have the model."""
         self.waiters: deque[asyncio.Future[Model]] = deque()
-        """Requests that wait for the model, and some that were given up."""
-        self.asked = 0
+        """Futures of requests that wait for the model, and some that were cancelled."""
+        self.requested = 0
         """Turn in which the first of the waiting requests came."""
-        self.used = 0
-        """Turn in which a request last got the model or gave it back."""
+        self.last_used = 0
+        """Turn in which a request last acquired or released the model."""
 
     @property
     def max_prompt_len(self) -> int | None:
@@ -43,22 +43,22 @@ class ModelEntry:
         return sum(not waiter.done() for waiter in self.waiters)
 
     def give(self, turn: int) -> None:
-        """Give the model, which is loaded, to the requests that wait for it."""
+        """Give the loaded model to the requests that wait for it."""
         assert self.model
         while self.waiters:
             if not (waiter := self.waiters.popleft()).done():
                 self.num_users += 1
-                self.used = turn
+                self.last_used = turn
                 waiter.set_result(self.model)
 
     def fail(self, error: Exception) -> None:
-        """Tell the requests that wait for the model that they do not get it."""
+        """Fail the requests that wait for the model."""
         while self.waiters:
             if not (waiter := self.waiters.popleft()).done():
                 waiter.set_exception(error)
 
     def description(self, created: int) -> dict[str, Any]:
-        """The model as ``/v1/models`` lists it. created: what it tells of the time, in seconds."""
+        """The model as ``/v1/models`` lists it. created: seconds since 1970."""
         return {
             "id": self.spec.name,
             "object": "model",

@@ -10,24 +10,27 @@ from dataclasses import dataclass
 from specrun.serve.errors import ApiError
 from specrun.serve.keys import ApiKey
 
-HEADERS = (*(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")),)
+HEADERS = tuple(
+    f"x-ratelimit-{name}-{unit}" for unit in ("requests", "tokens") for name in ("limit", "remaining", "reset")
+)
 """Names of OpenAI's headers."""
 
 
 @dataclass
 class _Bucket:
-    """What a key has left of one limit. It fills up in a minute, and may be overdrawn."""
+    """The rest of one limit of a key. It fills up in a minute, and may be overdrawn."""
 
-    left: float
-    seen: float
-    """Time at which ``left`` was true."""
+    remaining: float
+    """Number of requests or tokens; negative if overdrawn."""
+    updated: float
+    """Time of ``remaining``, in seconds."""
 
 
 class RateLimits:
-    """Owns what keys have left of their limits. Of the event loop alone.
+    """Owns the buckets of all keys. Only the event loop may call it.
 
-    A request needs one request and one token. What it costs beyond that is spent as it comes, so that the next request
-    waits for it.
+    A request is admitted if one request and one token remain. Its further tokens are spent as they come, so the next
+    request waits for them.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -36,11 +39,13 @@ class RateLimits:
 
     def admit(self, key: ApiKey | None) -> None:
         """Count a request of a key. Raises ApiError where a limit leaves no room for it."""
-        waits = {(of, limit): (1 - self._bucket(key, of, limit).left) * 60 / limit for of, limit in _limits(key)}
+        waits = {
+            (unit, limit): (1 - self._bucket(key, unit, limit).remaining) * 60 / limit for unit, limit in _limits(key)
+        }
         if waits and max(waits.values()) > 0:
-            of, limit = max(waits, key=lambda one: waits[one])
-            seconds = math.ceil(waits[of, limit])
-            message = f"this key may have {limit} {of} per minute; try again in {seconds} s"
+            unit, limit = max(waits, key=waits.__getitem__)
+            seconds = math.ceil(waits[unit, limit])
+            message = f"this key may have {limit} {unit} per minute; try again in {seconds} s"
             raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(seconds)})
         self._spend(key, "requests", 1)
 
@@ -49,40 +54,40 @@ class RateLimits:
         self._spend(key, "tokens", count)
 
     def headers(self, key: ApiKey | None) -> dict[str, str]:
-        """What OpenAI's API tells of the limits in each response."""
-        told: dict[str, str] = {}
-        for of, limit in _limits(key):
-            left = self._bucket(key, of, limit).left
-            told[f"x-ratelimit-limit-{of}"] = str(limit)
-            told[f"x-ratelimit-remaining-{of}"] = str(max(0, math.floor(left)))
-            told[f"x-ratelimit-reset-{of}"] = _duration((limit - left) * 60 / limit)
-        return told
+        """The headers of OpenAI's API about the limits, for each response."""
+        headers: dict[str, str] = {}
+        for unit, limit in _limits(key):
+            remaining = self._bucket(key, unit, limit).remaining
+            headers[f"x-ratelimit-limit-{unit}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{unit}"] = str(max(0, math.floor(remaining)))
+            headers[f"x-ratelimit-reset-{unit}"] = _duration((limit - remaining) * 60 / limit)
+        return headers
 
-    def _spend(self, key: ApiKey | None, of: str, count: int) -> None:
-        for name, limit in _limits(key):
-            if name == of:
-                self._bucket(key, name, limit).left -= count
+    def _spend(self, key: ApiKey | None, unit: str, count: int) -> None:
+        for limited, limit in _limits(key):
+            if limited == unit:
+                self._bucket(key, unit, limit).remaining -= count
 
-    def _bucket(self, key: ApiKey | None, of: str, limit: int) -> _Bucket:
-        """What the key has left now."""
+    def _bucket(self, key: ApiKey | None, unit: str, limit: int) -> _Bucket:
+        """The key's bucket, filled up to now."""
         assert key
         now = self._now()
-        bucket = self._buckets.setdefault((key.secret, of), _Bucket(limit, now))
-        bucket.left = min(limit, bucket.left + (now - bucket.seen) * limit / 60)
-        bucket.seen = now
+        bucket = self._buckets.setdefault((key.secret, unit), _Bucket(limit, now))
+        bucket.remaining = min(limit, bucket.remaining + (now - bucket.updated) * limit / 60)
+        bucket.updated = now
         return bucket
 
 
 def _limits(key: ApiKey | None) -> list[tuple[str, int]]:
-    """The limits of a key, by what they are of."""
+    """Unit and number of each limit of a key."""
     if key is None:
         return []
     both = (("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute))
-    return [(of, limit) for of, limit in both if limit is not None]
+    return [(unit, limit) for unit, limit in both if limit is not None]
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 20ms, 7s, 1m30s."""
+    """A duration as OpenAI writes it: 20ms, 7s, 1m30s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

@@ -23,14 +23,14 @@ from specrun.serve.departure import ClientLeftError, unless_client_leaves
 from specrun.serve.errors import as_api_error
 from specrun.serve.generation import Generation
 from specrun.serve.log import shown, write
-from specrun.serve.model import Model, requests_of
+from specrun.serve.model import Model
 from specrun.serve.service import Service
 from specrun.serve.tracing import TracedAnswers
 
 LARGE_ANSWER = 1000
-"""Tokens of an answer that is written by a worker thread."""
+"""Number of tokens from which on a worker thread writes an answer."""
 MAX_LOGGED_FIELDS = 32
-"""Number of unknown fields of a body that the log names."""
+"""Maximum number of unknown fields of a body that the log names."""
 
 
 async def respond(service: Service, make_shape: Callable[[Model], Shape], request: Request) -> Response:
@@ -80,7 +80,7 @@ class _Exchange:
 
     def generation(self) -> Generation:
         """A new generation of the answers."""
-        requests = requests_of(self._answers)
+        requests = [answer.request for answer in self._answers]
         self.traced.began = time.time_ns()
         model, spend = self._model, self._spend_tokens
         return Generation(model.engine, model.metrics, requests, spend, self._body.n, is_bounded=self._body.stream)
@@ -97,7 +97,7 @@ class _Exchange:
             return JSONResponse(self._shape.whole(self._body, self._answers, self._head))
 
         size = sum(answer.ended.output_tokens for answer in self._answers if answer.ended)
-        # Megabytes of JSON take a second, in which streams go on.
+        # Megabytes of JSON take a second. Streams go on meanwhile.
         return make() if size < LARGE_ANSWER else await to_thread.run_sync(make)
 
     async def events(self, generation: Generation, send: Callable[[str], Awaitable[None]]) -> None:
@@ -120,12 +120,12 @@ class _Exchange:
             await send(event)
 
     def log_fields(self, with_prompts: bool) -> dict[str, Any]:
-        """What the log says of the body."""
+        """The log's fields about the body."""
         fields = {"model": self._model.name, "answers": len(self._answers), "stream": self._body.stream}
         return fields | ({"prompts": list(self._body.prompts)} if with_prompts else {})
 
     def log_results(self) -> dict[str, Any]:
-        """What the log says of the answer."""
+        """The log's fields about the answer."""
         ends = [answer.ended for answer in self._answers if answer.ended]
         return {
             **usage(self._answers, self._body.n),

@@ -1,4 +1,4 @@
-"""``/v1/responses`` and what is below it."""
+"""Handlers of ``/v1/responses`` and the paths below it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specrun.serve.respond import respond
 from specrun.serve.service import Service
 
 MAX_LISTED = 100
-"""Most items of one list."""
+"""Maximum number of items in one list."""
 DEFAULT_LISTED = 20
 
 
@@ -54,15 +54,15 @@ async def delete(service: Service, request: Request) -> Response:
 
 async def list_input_items(service: Service, request: Request) -> Response:
     """The items that a stored response answers, a page at a time."""
-    items, asked = [*_stored(service, request).items], request.query_params
-    if (order := asked.get("order", "desc")) not in ("asc", "desc"):
+    items, query = [*_stored(service, request).items], request.query_params
+    if (order := query.get("order", "desc")) not in ("asc", "desc"):
         raise RequestError(f"order {show(order)}: expected asc or desc", "order")
-    limit = asked.get("limit", str(DEFAULT_LISTED))
+    limit = query.get("limit", str(DEFAULT_LISTED))
     if not (limit.isdecimal() and len(limit) < 5 and 1 <= int(limit) <= MAX_LISTED):
         raise RequestError(f"limit {show(limit)}: expected 1 to {MAX_LISTED}", "limit")
     if order == "desc":
         items.reverse()
-    if after := asked.get("after"):
+    if after := query.get("after"):
         ids = [item["id"] for item in items]
         if after not in ids:
             raise RequestError(f"after {show(after)}: no item of this response has this id", "after")

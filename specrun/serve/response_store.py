@@ -1,4 +1,4 @@
-"""Responses that later ones may continue, in memory."""
+"""Stores responses that later ones may continue, in memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ResponseStore:
         return self._max_responses > 0
 
     def put(self, key: ApiKey | None, stored: StoredResponse) -> bool:
-        """Store a response of a caller, and forget what is too much then. Returns False where it is too large."""
+        """Store a response of a caller, and forget old ones above the limits. Returns False where it is too large."""
         data = to_json(stored)
         if len(data) > MAX_STORED_RESPONSE_BYTES:
             return False
@@ -44,11 +44,11 @@ class ResponseStore:
 
     def find(self, key: ApiKey | None, identity: str) -> StoredResponse | None:
         """The caller's response that has the id ``identity``."""
-        place = _owner(key), identity
+        owned_id = _owner(key), identity
         with self._lock:
-            if (data := self._stored.get(place)) is None:
+            if (data := self._stored.get(owned_id)) is None:
                 return None
-            self._stored.move_to_end(place)
+            self._stored.move_to_end(owned_id)
         return StoredResponse(*from_json(data))
 
     def remove(self, key: ApiKey | None, identity: str) -> bool:

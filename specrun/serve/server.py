@@ -50,7 +50,7 @@ async def serve(
     max_stored_responses: int = MAX_STORED_RESPONSES,
     tracing: Tracing | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then answer what was taken, for at most ``drain_seconds``, and return.
+    """Serve until SIGTERM or SIGINT; then finish open requests, for at most ``drain_seconds``, and return.
 
     listener: a socket of ``listening``. reload: reads the models and the keys again, when SIGHUP comes. allowed_hosts:
     see ``specrun.serve.hosts``; None allows all. loaded: models that are loaded already, by name. max_loaded: see
@@ -71,7 +71,7 @@ async def serve(
     limiter = ConnectionLimiter(connection_limit(), max_connections_by_address)
     config = uvicorn.Config(
         make_app(service),
-        # Made of h11: httptools keeps a header of any size in memory.
+        # h11, because httptools keeps a header of any size in memory.
         http=partial(Connection, limiter, write_seconds),  # type: ignore[arg-type]
         backlog=ACCEPTED_AT_ONCE,
         ws="none",
@@ -97,11 +97,11 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, but a signal that ended it in good order is not raised again."""
+    """uvicorn's server with reloads. A signal that has ended it in good order is not raised again."""
 
     def __init__(self, config: uvicorn.Config, service: Service, reload: Callable[[], Reloaded] | None) -> None:
         super().__init__(config)
-        self._service, self._read = service, reload
+        self._service, self._read_files = service, reload
         self._loop, self._reloading = asyncio.get_running_loop(), asyncio.Lock()
         self._ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
 
@@ -113,15 +113,15 @@ class _Server(uvicorn.Server):
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to serve. asyncio accepts as many connections at once as may wait; more may wait."""
+        """Start to serve. asyncio accepts ``backlog`` connections at once; more may wait in the system's queue."""
         await super().startup(sockets)
-        for one in sockets or ():
-            one.listen(BACKLOG)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
 
     @contextmanager
     @override
     def capture_signals(self) -> Iterator[None]:
-        """Obey SIGHUP as well."""
+        """Handle SIGHUP as well."""
         with super().capture_signals():
             if threading.current_thread() is not threading.main_thread():
                 yield
@@ -133,19 +133,19 @@ class _Server(uvicorn.Server):
                 signal.signal(signal.SIGHUP, before)
 
     def _hang_up(self, sig: int, frame: FrameType | None) -> None:
-        """End with the terminal, unless started by nohup; otherwise somebody wants the files to be read again."""
+        """End if the terminal has closed, unless started by nohup. Otherwise read the files again."""
         if self._ends_with_terminal and not _has_terminal():
             self.handle_exit(sig, frame)
         else:
             self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._reload()))
 
     async def _reload(self) -> None:
-        """Read models and keys again. Where a file has mistakes, what was stays in force."""
-        if self._read is None:
+        """Read models and keys again. Where a file has mistakes, nothing changes."""
+        if self._read_files is None:
             return
         async with self._reloading:
             try:
-                specs, keys = await asyncio.to_thread(self._read)
+                specs, keys = await asyncio.to_thread(self._read_files)
             except (SpecError, OSError) as error:
                 log.error("nothing was reloaded: %s", error)
                 return

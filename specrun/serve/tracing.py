@@ -1,4 +1,4 @@
-"""Traces of requests for OpenTelemetry: a span for each, and below it what its answers did."""
+"""Traces of requests for OpenTelemetry: a span for each, with child spans of its answers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 SERVICE = "specrun"
 _SECOND = 10**9
-"""Nanoseconds, in which spans are timed."""
+"""Nanoseconds, the unit of spans, in a second."""
 
 
 @dataclass
 class TracedAnswers:
-    """What the span of a request for answers tells of them. Their texts are not told."""
+    """The answers of a traced request. Traces do not contain their texts."""
 
     model: str
     body: OpenAIBody
     answers: Sequence[Answer]
     began: int = 0
-    """Time at which they were given to the engine, in nanoseconds."""
+    """Time of their submission to the engine, in nanoseconds."""
 
     def attributes(self) -> dict[str, Any]:
-        """Those of the request's span: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans."""
+        """Attributes of the request's span: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans."""
         params, totals = self.body.params, usage(self.answers, self.body.n)
         longest = self.body.options.max_output_len
         return {
@@ -50,16 +50,16 @@ class TracedAnswers:
             "gen_ai.usage.input_tokens": totals["prompt_tokens"],
             "gen_ai.usage.output_tokens": totals["completion_tokens"],
             "gen_ai.usage.cache_read.input_tokens": totals["prompt_tokens_details"]["cached_tokens"],
-            "gen_ai.response.finish_reasons": [one.finish_reason for one in self.answers if one.finish_reason],
+            "gen_ai.response.finish_reasons": [answer.finish_reason for answer in self.answers if answer.finish_reason],
         }
 
     def error(self) -> str | None:
         """The kind of the error that ended an answer."""
-        errors = [one.ended.error for one in self.answers if one.ended and one.ended.error]
+        errors = [answer.ended.error for answer in self.answers if answer.ended and answer.ended.error]
         return type(errors[0]).__name__ if errors else None
 
-    def parts(self) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
-        """Names, beginnings, ends and attributes of the spans below that of the request."""
+    def child_spans(self) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
+        """Names, beginnings, ends and attributes of the child spans."""
         for number, answer in enumerate(self.answers):
             if answer.ended is None:
                 continue
@@ -77,7 +77,7 @@ class TracedAnswers:
 
 
 def _decoded(stats: Stats, tokens: int) -> dict[str, Any]:
-    """What a decode span tells. The figures are those of ``Stats``."""
+    """Attributes of a decode span, from ``Stats``."""
     return {
         "gen_ai.usage.output_tokens": tokens,
         "specrun.rounds": stats.rounds,
@@ -90,7 +90,7 @@ def _decoded(stats: Stats, tokens: int) -> dict[str, Any]:
 
 
 class Tracing:
-    """Sends spans to a collector, in a thread of the SDK. The environment's ``OTEL_*`` variables hold."""
+    """Sends spans to a collector, in a thread of the SDK. The environment's ``OTEL_*`` variables apply."""
 
     def __init__(self, endpoint: str) -> None:
         """endpoint: the URL of a collector's OTLP over HTTP, as http://127.0.0.1:4318/v1/traces. Raises ImportError."""
@@ -99,8 +99,8 @@ class Tracing:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        told = Resource.create({"service.name": SERVICE, "service.version": __version__})
-        self._provider: TracerProvider = TracerProvider(resource=told.merge(OTELResourceDetector().detect()))
+        resource = Resource.create({"service.name": SERVICE, "service.version": __version__})
+        self._provider: TracerProvider = TracerProvider(resource=resource.merge(OTELResourceDetector().detect()))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self._tracer = self._provider.get_tracer(SERVICE, __version__)
 
@@ -115,9 +115,9 @@ class Tracing:
         identity: str,
         answers: TracedAnswers | None,
     ) -> None:
-        """A request that has been answered, and its answers if it was for any.
+        """Record a finished request, and its answers if it asked for any.
 
-        headers: may name the span above it (``traceparent``). began, ended: times in nanoseconds. status: 0 if the
+        headers: may name the parent span (``traceparent``). began, ended: times in nanoseconds. status: 0 if the
         client left before. identity: its ``x-request-id``.
         """
         from opentelemetry import trace
@@ -134,20 +134,21 @@ class Tracing:
         if error:
             attributes["error.type"] = error
         name = f"{operation} {answers.model}" if answers else shown(method)
-        span = self._tracer.start_span(name, _above(headers), trace.SpanKind.SERVER, attributes, start_time=began)
+        parent = _parent_context(headers)
+        span = self._tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes, start_time=began)
         if error and (status < 400 or status >= 500):
             span.set_status(trace.StatusCode.ERROR)
-        below = trace.set_span_in_context(span)
-        for part, start, end, told in answers.parts() if answers else ():
-            self._tracer.start_span(part, below, attributes=told, start_time=start).end(end)
+        context = trace.set_span_in_context(span)
+        for part, start, end, values in answers.child_spans() if answers else ():
+            self._tracer.start_span(part, context, attributes=values, start_time=start).end(end)
         span.end(ended)
 
     async def stop(self) -> None:
-        """Send what has not been sent yet."""
+        """Send the remaining spans."""
         await asyncio.to_thread(self._provider.shutdown)
 
 
-def _above(headers: Mapping[bytes, str]) -> Context:
+def _parent_context(headers: Mapping[bytes, str]) -> Context:
     """The caller's span, by W3C's ``traceparent`` and ``tracestate``."""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

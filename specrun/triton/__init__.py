@@ -1,1 +1,1 @@
-"""Triton Inference Server: a model repository, and the Python model in it. ``backend`` runs inside Triton alone."""
+"""Triton Inference Server: a model repository, and its Python model. Only Triton's process can import ``backend``."""

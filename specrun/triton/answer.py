@@ -1,4 +1,4 @@
-"""The responses to one request: updates of the engine thread to tensors."""
+"""The answer to one request: updates of the engine thread as tensors of responses."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from specrun.triton.tensors import Array
 
 @dataclass
 class UnsentAnswer:
-    """What has come and was not sent yet."""
+    """An answer, and the part of it that is not sent yet."""
 
     stream: bool
-    """True if every round may have a response of its own."""
+    """True if each round may have its response."""
     with_log_probs: bool
     text_before: str
-    """Beginning of the text that is not sent yet: the prompt, or nothing."""
+    """Text of the next response before its tokens: the prompt, or nothing."""
     prompt_tokens: int
     is_dropped: bool
-    """True if no output is wanted (``max_tokens`` 0)."""
+    """True if the request asks for no output (``max_tokens`` 0)."""
     ended: Ended | None = None
     _new: list[TokenOutput] = field(default_factory=list)
     _cumulated: float = 0.0
 
     def add(self, update: Update) -> None:
-        """Take what a round has brought."""
+        """Add the update of a round."""
         if not self.is_dropped:
             self._new += update.token_outputs
         self.ended = update.ended
 
     @property
     def is_due(self) -> bool:
-        """Whether a response is to be sent."""
+        """Whether a response must be sent now."""
         return self.ended is not None or (self.stream and bool(self._new))
 
     def take(self) -> dict[str, Array]:

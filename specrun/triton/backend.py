@@ -29,29 +29,29 @@ from specrun.triton.responses import Response, ResponseThread
 from specrun.triton.tensors import ParsedRequest, read_inputs
 
 READERS = 4
-"""Number of threads that read requests."""
+"""Number of threads that encode and submit requests."""
 DRAIN_SECONDS = 20.0
-"""Seconds that answers have when the model is unloaded; tritonserver kills the process 30 s after its own stop."""
+"""Seconds for answers to end when the model is unloaded; tritonserver kills the process 30 s after it stops."""
 
 
 class TritonPythonModel:
-    """What the backend calls. Nothing may raise out of ``execute``, and nothing may end the process.
+    """The class that Triton's backend calls. ``execute`` must not raise, and nothing may end the process.
 
-    Triton says that a model is ready whose process has died, and starts no new one.
+    Triton reports a model whose process has died as ready, and starts no new one.
     """
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the engines that lie beside ``model.py``. Raises SpecError, which the server shows."""
+        """Load the engines beside ``model.py``. Raises SpecError, which the server shows."""
         _require_numpy()
         directory = Path(args["model_repository"]) / args["model_version"]
-        written = json.loads(args["model_config"])["parameters"]
-        settings = {name: json.loads(value["string_value"]) for name, value in written.items()}
+        parameters = json.loads(args["model_config"])["parameters"]
+        settings = {name: json.loads(value["string_value"]) for name, value in parameters.items()}
         max_queue = settings.pop(MAX_QUEUE)
         target, draft, tokenizer = (directory / name for name in (TARGET, DRAFT, TOKENIZER))
         self.decoder = SpeculativeDecoder.open(
             target,
             draft if draft.exists() else None,
-            DraftTargetConfig(**settings, shared_thread_pool=True),  # The process is the model's own.
+            DraftTargetConfig(**settings, shared_thread_pool=True),  # No other model uses the process.
             tokenizer if tokenizer.exists() else None,
         )
         for note in self.decoder.notes:
@@ -64,7 +64,7 @@ class TritonPythonModel:
         self.engine.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Let other threads read the requests and give them to the engine thread. Responses come from yet another."""
+        """Start reading the requests in other threads, which submit them. The response thread sends responses."""
         for request in requests:
             response = Response(request.get_response_sender(), self.metrics)
             self.responses.begin(response)
@@ -82,13 +82,13 @@ class TritonPythonModel:
         self.responses.stop(DRAIN_SECONDS)
 
     def _submit(self, parsed: ParsedRequest, response: Response) -> None:
-        """Encode and submit a request, in a thread of its own, because a long prompt takes seconds."""
+        """Encode and submit a request, in a reader thread, because a long prompt takes seconds."""
         try:
-            self._give_to_engine(parsed, response)
-        except BaseException as error:  # The tokenizer's faults are no Exceptions.
+            self._encode_and_submit(parsed, response)
+        except BaseException as error:  # Panics of the tokenizer are no Exceptions.
             self.responses.do(partial(response.fail, error))
 
-    def _give_to_engine(self, parsed: ParsedRequest, response: Response) -> None:
+    def _encode_and_submit(self, parsed: ParsedRequest, response: Response) -> None:
         request = self.decoder.request(parsed.prompt, parsed.params, parsed.options, name=parsed.prompt_name)
         response.answer = UnsentAnswer(
             parsed.stream, request.options.logprobs is not None, request.echo, len(request.prompt), parsed.is_probe
@@ -100,14 +100,14 @@ class TritonPythonModel:
             response.submission = self.engine.submit([request], response.receive)
 
     def _is_busy(self) -> bool:
-        """Whether other requests show that the engine works. Raises EngineStoppedError where it does not work."""
+        """Whether the engine works and other requests run. Raises EngineStoppedError where it does not work."""
         if problem := self.engine.problem():
             raise EngineStoppedError(problem)
         return self.engine.num_running > 0
 
 
 def _require_numpy() -> None:
-    """Raise BackendError where the backend reads arrays wrongly, as builds for numpy 1 do with numpy 2."""
+    """Raise BackendError where the backend misreads arrays, as builds for numpy 1 do with numpy 2."""
     numbers = np.arange(3, dtype=np.int32)
     try:
         if np.array_equal(pb_utils.Tensor("numbers", numbers).as_numpy(), numbers):

@@ -1,4 +1,4 @@
-"""Metrics in the server's own /metrics, under the names that ``specrun serve`` has."""
+"""Metrics in Triton's /metrics, with the names of ``specrun serve``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specrun.serve.log import log
 
 
 class TritonMetrics:
-    """Counts what the requests of one model did. Of the thread of the responses alone."""
+    """Counts the tokens and requests of one model. Only the response thread may call it."""
 
     def __init__(self, model: str) -> None:
         self._labels = {"model_name": model}
@@ -26,9 +26,9 @@ class TritonMetrics:
             "spec_decode_num_accepted_tokens_total": "Accepted draft tokens.",
         }
         try:
-            for name, meaning in counters.items():
+            for name, description in counters.items():
                 self._families[name] = pb_utils.MetricFamily(
-                    name=f"specrun:{name}", description=meaning, kind=pb_utils.MetricFamily.COUNTER
+                    name=f"specrun:{name}", description=description, kind=pb_utils.MetricFamily.COUNTER
                 )
         except Exception as error:  # tritonserver --allow-metrics=false
             log.warning("no metrics: %s", error)

@@ -1,4 +1,4 @@
-"""A model repository for Triton Inference Server."""
+"""Writes a model repository for Triton Inference Server."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from specrun.engine_dir.directories import TRITON_KIND, new_directory, require_f
 from specrun.triton.tensors import INPUTS, OUTPUTS, TensorType
 
 SPECULATIVE, ALONE = "speculative", "target"
-"""The models: the pair, and its target alone."""
+"""Names of the models: the pair, and its target alone."""
 VERSION = "1"
-"""The folder of a model that the server loads."""
+"""Name of the folder of a model that the server loads."""
 TARGET, DRAFT, TOKENIZER = "target", "draft", "tokenizer"
-"""Directories next to ``model.py``."""
+"""Names of directories next to ``model.py``."""
 MAX_QUEUE = "max_queue"
-"""The parameter that is not a setting of the pair."""
+"""Name of the parameter that is not a setting of the pair."""
 _NOT_WRITTEN = ("shared_thread_pool",)
 _MODEL_FILE = Path(__file__).with_name("model.py")
 _PROBE_FILE = Path(__file__).with_name("liveness.py")
@@ -61,7 +61,7 @@ def write_repository(
             (work / name / "config.pbtxt").write_text(model_config(name, settings, max_queue))
             shutil.copyfile(_MODEL_FILE, folder / "model.py")
             for link, directory in directories.items():
-                _put(directory, folder / link, copy, copied)
+                _link_or_copy(directory, folder / link, copy, copied)
         shutil.copyfile(_PROBE_FILE, work / "probe.py")
         (work / "probe.py").chmod(0o755)
         kind = {"kind": TRITON_KIND, "version": 1, "specrun": __version__, "models": list(models)}
@@ -70,12 +70,12 @@ def write_repository(
 
 
 def model_config(name: str, settings: DraftTargetConfig, max_queue: int) -> str:
-    """``config.pbtxt``: the tensors, and as parameters the settings that are not the default."""
-    usual = DraftTargetConfig()
+    """The text of ``config.pbtxt``: the tensors, and as parameters the settings that differ from the defaults."""
+    defaults = DraftTargetConfig()
     parameters: dict[str, Any] = {MAX_QUEUE: max_queue}
     for field in fields(DraftTargetConfig):
         value = getattr(settings, field.name)
-        if field.name not in _NOT_WRITTEN and value != getattr(usual, field.name):
+        if field.name not in _NOT_WRITTEN and value != getattr(defaults, field.name):
             parameters[field.name] = value
     inputs = ",\n".join(_tensor(tensor, ", optional: true") for tensor in INPUTS)
     outputs = ",\n".join(_tensor(tensor) for tensor in OUTPUTS)
@@ -108,8 +108,8 @@ def _parameters(values: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _put(directory: Path, path: Path, copy: bool, copied: dict[Path, Path]) -> None:
-    """Let ``directory`` be found at ``path``. copied: where the copy of a directory is already."""
+def _link_or_copy(directory: Path, path: Path, copy: bool, copied: dict[Path, Path]) -> None:
+    """Link ``path`` to ``directory``, or copy it. copied: paths of the first copies."""
     if not copy:
         path.symlink_to(directory.resolve(), target_is_directory=True)
     elif directory in copied:

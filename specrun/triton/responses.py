@@ -1,4 +1,4 @@
-"""The thread that sends responses. Only it touches response senders, whose calls wait for the server's process."""
+"""The thread that sends responses. Only it calls response senders, which wait for the server's process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from specrun.serve.engine import EngineStoppedError, QueueFullError, RequestUpda
 from specrun.serve.log import log
 from specrun.triton.answer import UnsentAnswer
 from specrun.triton.metrics import TritonMetrics
-from specrun.triton.tensors import in_tritons_words
+from specrun.triton.tensors import input_error
 
 CANCEL_SECONDS = 0.1
-"""Seconds between two checks of whether clients have left."""
+"""Seconds between two checks whether clients have left."""
 
 
 class Response:
-    """Everything that one request is answered with."""
+    """The responses to one request."""
 
     def __init__(self, sender: Any, metrics: TritonMetrics) -> None:
         self.answer: UnsentAnswer | None = None
@@ -34,19 +34,19 @@ class Response:
         self._sender, self._metrics = sender, metrics
 
     def receive(self, _number: int, update: Update) -> None:
-        """Take what a round has brought."""
+        """Add the update of a round."""
         if self.answer:
             self.answer.add(update)
 
-    def attend(self, is_time: bool) -> None:
-        """Send what is due. is_time: end the request if its client has left; a last update follows."""
-        if is_time and self.submission and self._sender.is_cancelled():
+    def send_due(self, checks_client: bool) -> None:
+        """Send a response if one is due. checks_client: cancel the request if its client has left."""
+        if checks_client and self.submission and self._sender.is_cancelled():
             self.submission.cancel()
         if self.answer and self.answer.is_due:
             self._send_answer(self.answer)
 
     def give_up(self, error: Exception) -> None:
-        """End because of ``error``: something could not be sent."""
+        """Cancel the request and end with an error, because a response could not be sent."""
         if self.submission:
             self.submission.cancel()
         self.fail(error)
@@ -64,9 +64,9 @@ class Response:
             self._metrics.count_end(ended, answer.prompt_tokens)
 
     def fail(self, error: BaseException) -> None:
-        """End with an error."""
+        """Send an error as the last response."""
         if not self.is_closed:
-            message = in_tritons_words(error) if isinstance(error, SpecError) else f"broken off: {error!r}"
+            message = input_error(error) if isinstance(error, SpecError) else f"broken off: {error!r}"
             self._send(error=pb_utils.TritonError(message, _code(error)), is_last=True)
 
     def _send(self, tensors: Sequence[Any] = (), error: Any = None, *, is_last: bool) -> None:
@@ -83,9 +83,9 @@ def _code(error: BaseException) -> Any:
 
 
 class ResponseThread:
-    """Does what other threads ask for, in order, and sends what is due after it.
+    """Runs the work of other threads in order, and then sends due responses.
 
-    Whatever has come meanwhile is sent together: where the server is slow, responses grow larger and not more.
+    One response has all tokens since the last one: with a slow server, responses grow and do not queue up.
     """
 
     def __init__(self) -> None:
@@ -94,39 +94,39 @@ class ResponseThread:
         self._thread = threading.Thread(target=self._run, name="responses", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, patience: float) -> None:
-        """Do what was asked for so far, for at most ``patience`` seconds."""
+        """Run the work so far, for at most ``patience`` seconds, and end the thread."""
         self._work.put(None)
         self._thread.join(patience)
 
     def begin(self, response: Response) -> None:
-        """Attend to ``response`` until it is closed."""
+        """Send ``response`` until it is closed."""
         self.do(partial(self._open.add, response))
 
     def deliver(self, updates: Sequence[RequestUpdate]) -> None:
-        """Take what a step has brought."""
+        """Deliver the updates of a step."""
         self.do(lambda: [update.deliver() for update in updates])
 
     def do(self, work: Callable[[], object]) -> None:
-        """Let the thread do ``work``, after what it was given before. Any thread may call this."""
+        """Queue ``work`` for this thread. Any thread may call this."""
         self._work.put(work)
 
     def _run(self) -> None:
         checked = time.monotonic()
         while self._do_all():
-            if is_time := time.monotonic() - checked >= CANCEL_SECONDS:
+            if checks_clients := time.monotonic() - checked >= CANCEL_SECONDS:
                 checked = time.monotonic()
             for response in list(self._open):
-                if not _succeeds(partial(response.attend, is_time), response.give_up):
+                if not _succeeds(partial(response.send_due, checks_clients), response.give_up):
                     response.is_closed = True
                 if response.is_closed:
                     self._open.discard(response)
 
     def _do_all(self) -> bool:
-        """Wait for work, for a while if there are responses to attend to, and do all waiting work. False at the end."""
+        """Wait for work, with a timeout if responses are open, and run all of it. Returns False at the end."""
         try:
             work = self._work.get(timeout=CANCEL_SECONDS if self._open else None)
             while work:
@@ -138,7 +138,7 @@ class ResponseThread:
 
 
 def _succeeds(work: Callable[[], object], otherwise: Callable[[Exception], object] | None = None) -> bool:
-    """Do ``work``. An error is logged and told to ``otherwise``; it must not end the thread, which everybody needs."""
+    """Run ``work``. An error is logged and passed to ``otherwise``; it must not end the thread."""
     try:
         work()
     except Exception as error:

@@ -1,6 +1,6 @@
-"""The tensors of a Triton model: their names and types, and what they say.
+"""The tensors of a Triton model: their names and types, and input tensors as requests.
 
-Names and types are those of TensorRT-LLM's backend (``tensorrt_llm_bls``), so that its clients fit.
+Names and types are those of TensorRT-LLM's backend (``tensorrt_llm_bls``), so its clients work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 
 
 class TensorType(NamedTuple):
-    """A tensor of the model. Inputs have one dimension more than ``dims`` says: a batch of 1."""
+    """A tensor of the model. Inputs have one more dimension than ``dims``: a batch of 1."""
 
     name: str
     data_type: str
@@ -73,7 +73,7 @@ OUTPUTS = (
 _SAMPLING = {field.name: field.name for field in fields(SamplingParams) if field.name != "logit_bias"} | {
     "seed": "random_seed"
 }
-"""Fields of ``SamplingParams``, and the inputs that set them."""
+"""Names of inputs by fields of ``SamplingParams``."""
 _OPTIONS = {
     "max_output_len": "max_tokens",
     "min_output_len": "min_tokens",
@@ -83,14 +83,14 @@ _OPTIONS = {
 _GUIDES = ("json", "json_schema", "regex", "choice", "grammar")
 """Values of ``guided_decoding_guide_type``. The first three are TensorRT-LLM's."""
 _ERROR_NAMES = {"seed": "random_seed", "stop_ids": "end_id", **_OPTIONS}
-"""Names in the decoder's errors whose inputs are called otherwise."""
+"""Names of inputs by fields in the decoder's errors, where they differ."""
 _PARAMETERS = ("model",)
-"""Parameters of a request that say nothing new: some clients send them."""
+"""Parameters of a request that are ignored: some clients send them."""
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request as its inputs say."""
+    """The values of a request's inputs."""
 
     prompt: Prompt
     prompt_name: str
@@ -98,20 +98,20 @@ class ParsedRequest:
     options: RequestOptions
     stream: bool
     is_probe: bool
-    """True if it only asks whether the engine works (``max_tokens`` 0)."""
+    """True for a probe whether the engine works (``max_tokens`` 0)."""
 
 
 def read_inputs(tensors: Mapping[str, Array], parameters: Iterable[str] = ()) -> ParsedRequest:
-    """What ``tensors`` ask for. parameters: names of other parameters. Raises RequestError, naming the input."""
+    """Read ``tensors``. parameters: names of other parameters. Raises RequestError, naming the input."""
     _refuse_parameters(parameters)
     values = {name: _value(name, array) for name, array in tensors.items()}
-    given = [name for name in ("text_input", "input_ids") if name in values]
-    if len(given) != 1:
-        raise RequestError(f"text_input: {'given beside input_ids' if given else 'missing'}; give one of the two")
+    prompts = [name for name in ("text_input", "input_ids") if name in values]
+    if len(prompts) != 1:
+        raise RequestError(f"text_input: {'given beside input_ids' if prompts else 'missing'}; give one of the two")
     for name in ("beam_width", "num_return_sequences"):
         if values.get(name, 1) != 1:
             raise RequestError(f"{name} {values[name]}: expected 1; send several requests with seeds of their own")
-    options = {ours: values[name] for ours, name in _OPTIONS.items() if name in values}
+    options = {field: values[name] for field, name in _OPTIONS.items() if name in values}
     if is_probe := options.get("max_output_len") == 0:
         options["max_output_len"] = 1
     stream = values.get("stream", False)
@@ -123,15 +123,15 @@ def read_inputs(tensors: Mapping[str, Array], parameters: Iterable[str] = ()) ->
         options["logprobs"] = 0
     options |= _constraint(values)
     options["echo"] = not values.get("exclude_input_in_output", True) and not stream
-    sampling = {ours: values[name] for ours, name in _SAMPLING.items() if name in values}
+    sampling = {field: values[name] for field, name in _SAMPLING.items() if name in values}
     if "logit_bias" in values:
         sampling["logit_bias"] = token_biases("logit_bias", _json("logit_bias", values["logit_bias"]))
     params = SamplingParams(**sampling)
-    return ParsedRequest(values[given[0]], given[0], params, RequestOptions(**options), stream, is_probe)
+    return ParsedRequest(values[prompts[0]], prompts[0], params, RequestOptions(**options), stream, is_probe)
 
 
 def _constraint(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The option that constrains the output; empty where none is asked for."""
+    """The option that constrains the output; empty without a constraint."""
     name, guide = "guided_decoding_guide", values.get("guided_decoding_guide")
     kind = values.get(f"{name}_type")
     if kind is None and guide is None:
@@ -152,14 +152,14 @@ def _json(name: str, text: str) -> Any:
         raise RequestError(f"{name} {show(text)}: expected JSON ({error})") from error
 
 
-def in_tritons_words(error: Exception) -> str:
+def input_error(error: Exception) -> str:
     """The message of an error of the decoder, with the name of the input at fault."""
     message, param = str(error) or repr(error), getattr(error, "param", None)
     return message.replace(param, _ERROR_NAMES[param], 1) if param in _ERROR_NAMES else message
 
 
 def _value(name: str, array: Array) -> Any:
-    """What one tensor holds: a text, texts, numbers or one number. Raises RequestError for texts that are not UTF-8."""
+    """The value of a tensor: a text, texts, numbers or one number. Raises RequestError for texts that are not UTF-8."""
     items = array.reshape(-1).tolist()
     if array.dtype == np.object_:
         items = [_text(name, item) for item in items]
@@ -174,7 +174,7 @@ def _text(name: str, data: bytes | str) -> str:
 
 
 def _refuse_parameters(names: Iterable[str]) -> None:
-    """Triton's ``generate`` takes every unknown name of a body for a parameter, so misspelt inputs arrive as such."""
+    """Raise RequestError for unknown parameters: Triton's ``generate`` makes them of misspelt inputs."""
     inputs = [tensor.name for tensor in INPUTS]
     for name in names:
         if name not in _PARAMETERS and not name.startswith(("triton_", "sequence_")):

@@ -83,7 +83,7 @@ MISTAKES = [
     ("compile", 'f"SM{number}"], index)', 'f"SM{number}"])', "Missing positional argument"),
     ("progress", "num_steps: int)", "num_steps: int, more: int)", "override"),
     ("progress", "        def phase_finish", "        def phase_finished", "abstract"),
-    ("timing_cache", "cache.combine(others, False)", "cache.combine(others)", "Missing positional argument"),
+    ("timing_cache", "cache.combine(stored, False)", "cache.combine(stored)", "Missing positional argument"),
     ("timing_cache", "set_timing_cache(cache, False)", "set_timing_cache(cache.serialize(), False)", "arg-type"),
 ]
 """Mistakes in our source: the module, the text and what takes its place, and what mypy says of it."""

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from specbuild.compilers.tensorrt.formats import set_apart_names
+from specbuild.compilers.tensorrt.formats import make_names_unique
 from specbuild.quantization.calibration_data import TextOptions
 from specrun.engine_dir.config import EngineConfig, open_engine
 from tests.helpers.engines import make_engine, make_onnx
@@ -73,7 +73,7 @@ def test_no_name_is_one_that_the_parser_gives() -> None:
     first = ir.node("Neg", [x], name="neg")
     second = ir.node("Neg", [first.outputs[0]], name="neg_7")
     model = ir.Model(ir.Graph([x], [second.outputs[0]], nodes=[first, second], opset_imports={"": 24}), ir_version=10)
-    set_apart_names(model)
+    make_names_unique(model)
     names = [str(node.name) for node in model.graph]
     assert len(set(names)) == len(names)
     assert not any(re.search(r"_\d+$", name) for name in names)

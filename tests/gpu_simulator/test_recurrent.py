@@ -430,7 +430,7 @@ def test_memory_is_counted(root: Path) -> None:
     with SpeculativeDecoder.open(plan, config=DraftTargetConfig(max_tokens_in_kv_cache=32 * BLOCK)) as decoder:
         round_: Any = decoder.scheduler.round
         states = round_.target.backend.cache.states
-        taken = sum(one.nbytes for one in (*states._tensors[:-1], *states._left[:-1], *states._pool[:-1]))
+        taken = sum(one.nbytes for one in (*states._tensors[:-1], *states._present[:-1], *states._pool[:-1]))
     assert taken == graph.state_bytes(2 * 4) + graph.state_bytes(32 * BLOCK // 256)
     assert counted == graph.cache_bytes(4, build.cache_length) + graph.cache_bytes(32, BLOCK) + taken
     assert blocks_that_fit(10 * counted, 0.5, [open_engine(plan)]) * block_bytes(graph) < 5 * counted

@@ -50,9 +50,9 @@ def test_who_asks_for_a_busy_model_waits_behind_those_that_wait_for_room(loads: 
     """So requests that come without end keep no other model out."""
 
     async def check(models: Models) -> None:
-        first = await models.ask("target")
-        other = models.ask("draft")
-        second = models.ask("target")
+        first = await models.acquire("target")
+        other = models.acquire("draft")
+        second = models.acquire("target")
         await turns()
         assert not other.done() and not second.done() and loaded(models) == {"target"}
         models.release(first)
@@ -70,9 +70,9 @@ def test_the_first_model_that_is_not_used_makes_room(loads: dict[str, Loading]) 
     """Also where it is not the one that was used least recently, which takes requests again from then on."""
 
     async def check(models: Models) -> None:
-        least, most = await models.ask("target"), await models.ask("draft")
-        third, held_up = models.ask("padded"), models.ask("target")
-        direct = models.ask("draft")
+        least, most = await models.acquire("target"), await models.acquire("draft")
+        third, held_up = models.acquire("padded"), models.acquire("target")
+        direct = models.acquire("draft")
         await turns()
         assert not held_up.done() and direct.done(), "one model is enough to make room"
         models.release(most)
@@ -88,10 +88,10 @@ def test_the_first_model_that_is_not_used_makes_room(loads: dict[str, Loading]) 
 
 def test_of_those_that_are_not_used_the_least_recently_used_one_makes_room(loads: dict[str, Loading]) -> None:
     async def check(models: Models) -> None:
-        long = await models.ask("target")
-        models.release(await models.ask("draft"))
+        long = await models.acquire("target")
+        models.release(await models.acquire("draft"))
         models.release(long)  # Asked for before the other one, and used after it.
-        models.release(await models.ask("padded"))
+        models.release(await models.acquire("padded"))
         assert loaded(models) == {"target", "padded"}
 
     run(check, loads, max_loaded=2)
@@ -99,8 +99,8 @@ def test_of_those_that_are_not_used_the_least_recently_used_one_makes_room(loads
 
 def test_who_is_given_up_holds_nobody_up(loads: dict[str, Loading]) -> None:
     async def check(models: Models) -> None:
-        first = await models.ask("target")
-        other, second = models.ask("draft"), models.ask("target")
+        first = await models.acquire("target")
+        other, second = models.acquire("draft"), models.acquire("target")
         await turns()
         assert not second.done()
         other.cancel()
@@ -115,9 +115,9 @@ def test_who_is_given_up_holds_nobody_up(loads: dict[str, Loading]) -> None:
 
 def test_who_comes_while_its_model_falls_asleep_gets_it_again(loads: dict[str, Loading]) -> None:
     async def check(models: Models) -> None:
-        models.release(await models.ask("target"))
-        other = models.ask("draft")
-        again = models.ask("target")  # Its engine is being closed.
+        models.release(await models.acquire("target"))
+        other = models.acquire("draft")
+        again = models.acquire("target")  # Its engine is being closed.
         assert loaded(models) == set()
         models.release(await other)
         models.release(await again)
@@ -131,7 +131,7 @@ def test_all_that_ask_are_served_in_the_order_of_their_models(loads: dict[str, L
         order: list[str] = []
 
         async def use(name: str) -> None:
-            model: Model = await models.ask(name)
+            model: Model = await models.acquire(name)
             order.append(name)
             await asyncio.sleep(0.01)
             models.release(model)
@@ -147,7 +147,7 @@ def test_all_that_ask_are_served_in_the_order_of_their_models(loads: dict[str, L
 def test_a_failed_load_leaves_its_room_to_the_next(loads: dict[str, Loading]) -> None:
     async def check(models: Models) -> None:
         loads["target"].error = BackendError("no such device")
-        failing, other = models.ask("target"), models.ask("draft")
+        failing, other = models.acquire("target"), models.acquire("draft")
         with pytest.raises(ApiError, match="cannot be loaded"):
             await failing
         models.release(await other)
@@ -158,14 +158,14 @@ def test_a_failed_load_leaves_its_room_to_the_next(loads: dict[str, Loading]) ->
 def test_who_waits_for_a_model_that_is_taken_off_gets_it(loads: dict[str, Loading]) -> None:
     async def check(models: Models) -> None:
         loads["draft"].may.clear()
-        waiting = models.ask("draft")
+        waiting = models.acquire("draft")
         models.replace([loads["target"].spec()])
         loads["draft"].may.set()
         model = await waiting
         assert model.name == "draft" and loaded(models) == {"draft"}
         with pytest.raises(ApiError, match="'target'"):
-            models.ask("draft")
-        other = models.ask("target")
+            models.acquire("draft")
+        other = models.acquire("target")
         models.release(model)
         assert (await other).name == "target" and loaded(models) == {"target"}
         models.release(await other)
@@ -177,9 +177,9 @@ def test_a_server_that_stops_loads_nothing_more(loads: dict[str, Loading]) -> No
     """Who has a model keeps it, and builds are stopped: ``started`` was told how."""
 
     async def check(models: Models) -> None:
-        mine = await models.ask("target")
+        mine = await models.acquire("target")
         loads["draft"].may.clear()
-        building, waiting = models.ask("draft"), models.ask("padded")
+        building, waiting = models.acquire("draft"), models.acquire("padded")
         await asyncio.to_thread(loads["draft"].begun.acquire)
         models.refuse()
         for future in (building, waiting):
@@ -187,8 +187,8 @@ def test_a_server_that_stops_loads_nothing_more(loads: dict[str, Loading]) -> No
                 await future
         assert loads["draft"].may.is_set()
         with pytest.raises(EngineStoppedError):
-            models.ask("padded")
-        assert await models.ask("target") is mine
+            models.acquire("padded")
+        assert await models.acquire("target") is mine
         await models.stop()
         for name in ("target", "draft"):
             assert loads[name].made[0]() is None or loaded(models)

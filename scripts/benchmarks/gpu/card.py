@@ -90,7 +90,7 @@ def _measure_launches(results: Results, device: CudaDevice, count: int) -> None:
     nothing = device.zeros((0,), np.uint16)
 
     def launch() -> None:
-        calls.swap(device, one=nothing, other=nothing)
+        calls.swap(device, array=nothing, other=nothing)
 
     results.put(node_us=mean_seconds(device, launch, calls=count) * 1e6)
     results.put(nodes_of_a_launch=count_nodes(device, launch))

@@ -77,7 +77,7 @@ def _prepare(device: Device, rows: int, vocab: int) -> tuple[DeviceRows, dict[st
     p, q = device.zeros((rows, g + 1), DISTRIBUTION), device.zeros((rows, g), DISTRIBUTION)
     chosen, records = device.zeros((rows, g + 1), np.int32), device.zeros((rows, record_len(g)), np.int64)
     adjusted = device.zeros((rows, g + 1, vocab), np.float32)
-    found = device.zeros((rows, g + 1, 1 + MAX_LOGPROBS), TOKEN_VALUE)
+    logprobs = device.zeros((rows, g + 1, 1 + MAX_LOGPROBS), TOKEN_VALUE)
     masks = device.zeros((rows, g + 1, -(-vocab // 32)), np.uint32)
     inputs = {"input_ids": (rows, g + 1), "write_indices": (rows,), "logits_indices": (rows, g + 1)}
     fed = {name: device.zeros(shape, np.int64) for name, shape in inputs.items()}
@@ -105,7 +105,7 @@ def _prepare(device: Device, rows: int, vocab: int) -> tuple[DeviceRows, dict[st
             adjusted=adjusted,
             records=records,
         ),
-        "log_probabilities": call(calls.log_probabilities, state, logits=logits, records=records, found=found),
+        "log_probabilities": call(calls.log_probabilities, state, logits=logits, records=records, logprobs=logprobs),
         "apply_penalties": call(
             calls.apply_penalties, state, logits=logits, vocab=vocab, first=0, draft_len=g, adjusted=adjusted
         ),

@@ -1,7 +1,7 @@
-"""Compiles a checkpoint for specrun's own CUDA kernels, which needs no GPU: they are compiled where they run.
+"""Compiles a checkpoint for specrun's own CUDA kernels. It needs no GPU: specrun compiles the kernels where they run.
 
-The passes that make a CPU engine's graph make one of a few operators. Its layers are written down in ``layers.json``,
-and its weights in the layout of tensor cores.
+The passes for CPU engines turn the graph into a few operators. ``layers.json`` describes its layers, and its weights
+are written in the layout of tensor cores.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ from specrun.errors import BuildError
 
 _DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 _FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
-_OTHERS = "build with --backend tensorrt, or --backend onnxruntime --device cuda"
+_ADVICE = "build with --backend tensorrt, or --backend onnxruntime --device cuda"
 
 
 def compile_layers(
     checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
 ) -> Compiled:
-    """Write the layers and the weights of a dense decoder. See ``Compiler``."""
+    """The ``Compiler`` of dense decoders: write their layers and their weights."""
     if graph.dtype not in _DTYPES:
         raise BuildError(
             f"{checkpoint}: tensor cores multiply 16-bit numbers; convert with --dtype bfloat16 or float16"
         )
     if graph.kv_cache_dtype:
-        raise BuildError(f"{checkpoint}: --backend cuda has no caches in few bits yet; {_OTHERS}")
+        raise BuildError(f"{checkpoint}: --backend cuda has no caches in few bits yet; {_ADVICE}")
     if graph.features or graph.states:
-        raise BuildError(f"{checkpoint}: --backend cuda runs dense decoders, without a draft head; {_OTHERS}")
+        raise BuildError(f"{checkpoint}: --backend cuda runs dense decoders, without a draft head; {_ADVICE}")
     model = ir.load(checkpoint / GRAPH_NAME)
     if floats := {value.dtype.name.lower() for value in model.graph.initializers.values() if value.dtype in _FLOATS}:
         kind = floats.pop().removesuffix("e4m3fn").removesuffix("e2m1")
-        raise BuildError(f"{checkpoint}: --backend cuda has no weights in {kind} yet; {_OTHERS}")
+        raise BuildError(f"{checkpoint}: --backend cuda has no weights in {kind} yet; {_ADVICE}")
     io = describe_io(model)
     try:
         decoder, tensors = _read(model, graph, build)
     except (UnsupportedLayerError, UnsupportedWeightError, ValidationError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise BuildError(f"{checkpoint}: --backend cuda runs dense decoders only: {reason}; {_OTHERS}") from error
+        raise BuildError(f"{checkpoint}: --backend cuda runs dense decoders only: {reason}; {_ADVICE}") from error
     advance(0.1)
     with (output / LAYER_WEIGHTS_NAME).open("wb") as file:
         for stored, numbers in _in_order(decoder, tensors):
@@ -81,7 +81,7 @@ def compile_layers(
 
 
 def _read(model: ir.Model, graph: GraphInfo, build: BuildConfig) -> tuple[Decoder, Tensors]:
-    """The layers of a graph, which is rewritten, and their tensors. Raises UnsupportedLayerError, ValidationError."""
+    """Rewrite a graph. Returns its layers and their tensors. Raises UnsupportedLayerError and ValidationError."""
     dtype = _DTYPES[graph.dtype]
     graphs.widen_to_float32(model)
     graphs.drop_activation_rounding(model)
@@ -117,7 +117,7 @@ def _read(model: ir.Model, graph: GraphInfo, build: BuildConfig) -> tuple[Decode
 
 
 def _in_order(decoder: Decoder, tensors: Tensors) -> Iterator[tuple[StoredTensor, npt.NDArray[Any]]]:
-    """Every tensor with its place, one after the other; weights are computed now."""
+    """All tensors in file order. Each weight is computed when it is yielded."""
     for name, stored in decoder.tensors.items():
         numbers = tensors.weights[name].numpy() if name in tensors.weights else tensors.vectors[name]
         yield stored, np.ascontiguousarray(numbers, stored.dtype)

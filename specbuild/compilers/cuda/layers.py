@@ -1,6 +1,6 @@
-"""Reads the layers of a dense decoder from the graph that CPU engines have: products, attention, residual sums.
+"""Reads the layers of a dense decoder from the graph of CPU engines: products, attention, residual sums.
 
-Such a graph says the same as ``Decoder``. What is checked here, node by node, is that it says nothing else.
+It checks each node, so that the graph computes exactly what ``Decoder`` describes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ACTIVATIONS: dict[int, Activation] = {SILU_GATED: "silu", GELU_GATED: "gelu_tan
 
 
 class UnsupportedLayerError(Exception):
-    """Something else than the layers of a dense decoder."""
+    """A graph that is no dense decoder, or one that the kernels do not support."""
 
 
 @dataclass
 class Tensors:
-    """What layers name."""
+    """The tensors of the layers, by name."""
 
     weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
     """Weights of linear layers in tiles, their scales, units and offsets: computed when they are read."""
@@ -45,14 +45,14 @@ class Tensors:
             yield name, vector.shape, "float32"
 
     def weight(self, value: ir.Value | None) -> str:
-        """The name of a weight, or of what belongs to one."""
+        """Add a weight, or its scales, units or offsets. Returns its name."""
         if value is None or value.const_value is None:
             raise UnsupportedLayerError("a weight that is no constant")
         self.weights[str(value.name)] = value.const_value
         return str(value.name)
 
     def vector(self, value: ir.Value | None) -> str:
-        """The name of constants, which Cast may stand behind."""
+        """Add constants, perhaps behind a Cast. Returns their name."""
         if value is None or (tensor := constant(value)) is None:
             raise UnsupportedLayerError("numbers that are no constants")
         self.vectors[str(value.name)] = as_float32(tensor)
@@ -65,7 +65,7 @@ class Tensors:
         return Norm(weight=self.vector(node.inputs[1]), epsilon=node.attributes.get_float("epsilon", 1e-5))
 
     def input_norm(self, product: ir.Node, stream: ir.Value) -> Norm | None:
-        """How a product normalizes the residual stream."""
+        """The norm with which a product reads the residual stream; None: it reads it as it is."""
         prologue = prologue_of(product)
         if product.inputs[0] is not stream or (prologue and prologue.kind != NORMALIZED):
             raise UnsupportedLayerError(f"{product.name} reads something else than the residual stream")
@@ -74,7 +74,7 @@ class Tensors:
     def linear(self, node: ir.Node, bias: str | None = None) -> Linear:
         """The weight of a product, with all of its outputs, or of a lookup."""
         values = node.inputs[2:] if node.op_type == _LOOKUP else [*node.inputs[2:3], *node.inputs[6:8]]
-        given = dict(zip(("scales", "units", "offsets"), values, strict=False))
+        scaling = dict(zip(("scales", "units", "offsets"), values, strict=False))
         bits = cast(Bits, node.attributes["bits"].as_int())
         return Linear(
             weight=self.weight(node.inputs[1]),
@@ -82,11 +82,11 @@ class Tensors:
             outputs=sum(node.attributes["N"].as_ints()),
             bits=bits,
             bias=bias,
-            **{name: self.weight(value) for name, value in given.items() if bits < 16 and value is not None},
+            **{name: self.weight(value) for name, value in scaling.items() if bits < 16 and value is not None},
         )
 
     def joined_bias(self, parts: Iterable[_Part], name: str) -> str | None:
-        """The name of biases of parts, one behind the other."""
+        """Join the biases of parts. Returns their name; None without biases."""
         biases = [part.bias for part in parts]
         if all(bias is None for bias in biases):
             return None
@@ -103,11 +103,11 @@ class _Part(NamedTuple):
     size: int
     bias: Floats | None = None
     norm: Norm | None = None
-    """How its heads are normalized."""
+    """Norm of its heads; None without one."""
 
 
 class Embedding(NamedTuple):
-    """Where the residual stream begins."""
+    """The embedding, with which the residual stream begins."""
 
     stream: ir.Value
     table: Linear
@@ -115,7 +115,7 @@ class Embedding(NamedTuple):
 
 
 def read_embedding(graph: ir.Graph, tensors: Tensors, dtype: ir.DataType) -> Embedding:
-    """The embedding of a graph: a table of its own, or the head's. Raises UnsupportedLayerError."""
+    """The embedding of a graph, whose table may be the head's. Raises UnsupportedLayerError."""
     ids = next(value for value in graph.inputs if value.name == INPUT_IDS)
     lookups = [use.node for use in ids.uses() if use.node.op_type in ("Gather", _LOOKUP)]
     if len(lookups) != 1:
@@ -143,7 +143,7 @@ def _table(lookup: ir.Node, tensors: Tensors, dtype: ir.DataType) -> Linear:
 
 
 def read_layers(graph: ir.Graph, stream: ir.Value, num_layers: int, tensors: Tensors) -> tuple[list[Layer], ir.Value]:
-    """All layers, and the residual stream behind them. Raises UnsupportedLayerError, which names the layer."""
+    """All layers, and the residual stream after them. Raises UnsupportedLayerError, which names the layer."""
     attention = {
         node.inputs[3].name: node for node in graph if node.op_type == ATTENTION and node.inputs[3] is not None
     }
@@ -168,14 +168,19 @@ def read_head(graph: ir.Graph, stream: ir.Value, tensors: Tensors) -> tuple[Norm
     if node.op_type == "Mul":  # cap * tanh(x / cap)
         times, tanh = constant(node.inputs[1]), _producer(node.inputs[0], "Tanh")
         divided = _producer(tanh.inputs[0], "Div")
-        by = constant(divided.inputs[1])
-        if times is None or by is None or times.size != 1 or float(as_float32(times)) != float(as_float32(by)):
+        divisor = constant(divided.inputs[1])
+        if (
+            times is None
+            or divisor is None
+            or times.size != 1
+            or float(as_float32(times)) != float(as_float32(divisor))
+        ):
             raise UnsupportedLayerError("logits that are not those of the head")
         softcap, node = float(as_float32(times)), _producer(divided.inputs[0], *_PRODUCTS)
-    wanted = _producer(node.inputs[0], "GatherND")
-    if wanted.inputs[0] is not stream:
+    gather = _producer(node.inputs[0], "GatherND")
+    if gather.inputs[0] is not stream:
         raise UnsupportedLayerError("between the last layer and the head is more than a norm")
-    return tensors.input_norm(node, wanted.outputs[0]), tensors.linear(node), softcap
+    return tensors.input_norm(node, gather.outputs[0]), tensors.linear(node), softcap
 
 
 def _layer(node: ir.Node, stream: ir.Value, tensors: Tensors) -> tuple[Layer, ir.Value]:
@@ -252,7 +257,7 @@ def _head_part(value: ir.Value | None, tensors: Tensors) -> _Part:
 
 
 def _part(value: ir.Value | None) -> _Part:
-    """Outputs of a product, perhaps with a bias, which may be cut out of a wider one."""
+    """Outputs of a product, perhaps with a bias, perhaps a slice of a wider one."""
     node = _producer(value, *_PRODUCTS, "Add", "Slice", "Split")
     if node.op_type in _PRODUCTS:
         sizes = list(node.attributes["N"].as_ints())
@@ -267,31 +272,29 @@ def _part(value: ir.Value | None) -> _Part:
             raise UnsupportedLayerError(f"{node.name} adds more than a bias")
         return part._replace(bias=as_float32(numbers).reshape(-1))
     part = _part(node.inputs[0])
-    first, size = _cut(node, value, part.size)
+    first, size = _slice(node, value, part.size)
     bias = part.bias[first : first + size] if part.bias is not None else None
     return _Part(part.product, part.first + first, size, bias)
 
 
-def _cut(node: ir.Node, value: ir.Value | None, size: int) -> tuple[int, int]:
-    """The first number and the number of those that a Slice or Split takes of the last axis."""
+def _slice(node: ir.Node, value: ir.Value | None, size: int) -> tuple[int, int]:
+    """First index and size of the part of the last axis that a Slice or Split takes."""
     if node.op_type == "Split":
         number, count = next(i for i, output in enumerate(node.outputs) if output is value), len(node.outputs)
-        given = constant(node.inputs[1]) if len(node.inputs) > 1 else None
-        sizes = given.numpy().tolist() if given is not None else [size // count] * count
+        tensor = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+        sizes = tensor.numpy().tolist() if tensor is not None else [size // count] * count
         if node.attributes.get_int("axis", 0) in (-1, 2) and sum(sizes) == size:
             return sum(sizes[:number]), sizes[number]
     else:
-        first, end, axis, *steps = (constant(given) for given in node.inputs[1:])
-        numbers = [
-            int(given.numpy()[0]) for given in (first, end, axis, *steps) if given is not None and given.size == 1
-        ]
+        tensors = [constant(bound) for bound in node.inputs[1:]]  # First, end, axis and perhaps step.
+        numbers = [int(tensor.numpy()[0]) for tensor in tensors if tensor is not None and tensor.size == 1]
         if len(numbers) == len(node.inputs) - 1 and numbers[2] in (-1, 2) and numbers[3:] in ([], [1]):
             return numbers[0], min(numbers[1], size) - numbers[0]
     raise UnsupportedLayerError(f"{node.name} takes a part of numbers in another way")
 
 
 def _gated(stream: ir.Value) -> tuple[_Part, _Part, Activation, ir.Node]:
-    """The gate, what is gated, the activation, and the product behind them, of an MLP that reads the stream."""
+    """The gate, the up projection, the activation and the down projection of an MLP that reads the stream."""
     for product in [use.node for use in stream.uses() if use.node.op_type in _PRODUCTS and use.idx == 0]:
         for output in product.outputs:
             uses = [use.node for use in output.uses()]
@@ -310,7 +313,7 @@ def _added(attended: ir.Value, stream: ir.Value, tensors: Tensors) -> tuple[Line
 
 
 def _added_of(product: ir.Node, stream: ir.Value, tensors: Tensors) -> tuple[Linear, Norm | None, ir.Value]:
-    """A linear layer, the norm of what it gives, and the residual stream that this is added to."""
+    """A linear layer, the norm of its outputs, and the residual stream after they are added."""
     value, norm, bias = product.outputs[0], None, None
     if residual_of(product) is stream:
         return tensors.linear(product), None, value

@@ -1,8 +1,8 @@
 """The layout of weights in specrun's own CUDA kernels: see ``Weight`` in decoder.cu.
 
-A weight [N, K] lies in tiles of 16 x 16. Each of the 32 lanes of a warp has 8 numbers of a tile: lane 4 g + t those of
-rows g and g + 8 in columns 2 t and 2 t + 1, then of the same rows 8 columns further. It reads 16 bytes at once: numbers
-of 16 bits of a tile, codes of 8 bits of two tiles, or codes of 4 bits of four.
+A weight [N, K] is stored in tiles of 16 x 16. Each of the 32 lanes of a warp has 8 numbers of a tile: lane 4 g + t has
+those of rows g and g + 8 in columns 2 t and 2 t + 1, then of the same rows 8 columns further. It reads 16 bytes at
+once: 16-bit numbers of a tile, 8-bit codes of two tiles, or 4-bit codes of four.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from specbuild.weights.packed import Floats, as_float32, lazy
 from specrun.engine_dir.layers import GROUP, STEPS, TILE
 
 _PART = 1024
-"""Rows that are laid out at a time, so that no copies of a whole weight are made on the way."""
+"""Number of rows that are packed at a time, so that no whole weight is copied."""
 _MIDDLE = {ir.DataType.INT4: 0, ir.DataType.UINT4: 8, ir.DataType.INT8: 0, ir.DataType.UINT8: 128}
-"""What is taken from codes, so that they are signed."""
+"""Number that is subtracted from codes, so that they are signed."""
 
 
 class UnsupportedWeightError(Exception):
-    """A weight that the kernels have no form for."""
+    """A weight in a format that the kernels do not support."""
 
 
 def pack_for_gpu(dtype: ir.DataType) -> PackWeights:
-    """What lays out weights of an engine in float16 or bfloat16. It raises UnsupportedWeightError."""
+    """The function that packs weights of an engine in float16 or bfloat16. It raises UnsupportedWeightError."""
 
     def pack(graph: ir.Graph, weights: Sequence[Weight], block: int) -> PackedWeight:
         first, (inputs, _) = weights[0], weights[0].shape
@@ -64,14 +64,14 @@ def pack_for_gpu(dtype: ir.DataType) -> PackWeights:
 
 
 def pack_table(table: ir.TensorProtocol, dtype: ir.DataType) -> ir.LazyTensor:
-    """A table [N, K] of numbers that no product has."""
+    """Pack a table [N, K] that belongs to no product."""
     rows, columns = (int(size) for size in table.shape.numpy())
     shape = [-(-rows // TILE), -(-columns // TILE), TILE * TILE]
     return lazy(ir.DataType.UINT16, shape, lambda: pack_tiles(as_float32(table), _TO_BITS[dtype]))
 
 
 def pack_tiles(weight: npt.NDArray[Any], to_bits: Callable[[Any], npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint16]:
-    """Numbers [N, K], 16 bits of each, as [N / 16, K / 16, 256], with zeros behind the last row and column."""
+    """Pack numbers [N, K] of 16 bits as [N / 16, K / 16, 256], padded with zeros."""
     return _in_parts(weight, lambda part: _lanes(to_bits(np.ascontiguousarray(part)), 1), np.uint16, 16)
 
 
@@ -99,7 +99,7 @@ def _codes(weight: Weight) -> npt.NDArray[np.uint8]:
 def _in_parts(
     weight: npt.NDArray[Any], pack: Callable[[Any], npt.NDArray[Any]], dtype: npt.DTypeLike, bits: int
 ) -> npt.NDArray[Any]:
-    """[N, K] as [N / 16, steps, 512 bytes], some rows at a time."""
+    """Pack [N, K] as [N / 16, steps, 512 bytes], some rows at a time."""
     rows, columns = weight.shape
     steps = -(-columns // (TILE * STEPS[bits]))
     packed = np.empty((-(-rows // TILE), steps, 2 * TILE * TILE // np.dtype(dtype).itemsize), dtype)
@@ -110,11 +110,11 @@ def _in_parts(
 
 
 def _lanes(part: npt.NDArray[Any], tiles: int) -> npt.NDArray[Any]:
-    """[N, K] as [N / 16, steps, g, t, tile, register, number]: what each lane reads, ``tiles`` tiles at a time."""
+    """[N, K] as [N / 16, steps, g, t, tile, register, number], in the order in which lanes read ``tiles`` tiles."""
     part = np.pad(part, [(0, -part.shape[0] % TILE), (0, -part.shape[1] % (TILE * tiles))])
     # Row tile, half, g; step, tile, half, t, number.
-    apart = part.reshape(len(part) // TILE, 2, 8, -1, tiles, 2, 4, 2).transpose(0, 3, 2, 6, 4, 5, 1, 7)
-    return np.ascontiguousarray(apart.reshape(*apart.shape[:5], 4, 2))
+    lanes = part.reshape(len(part) // TILE, 2, 8, -1, tiles, 2, 4, 2).transpose(0, 3, 2, 6, 4, 5, 1, 7)
+    return np.ascontiguousarray(lanes.reshape(*lanes.shape[:5], 4, 2))
 
 
 class _Groups(NamedTuple):
@@ -147,16 +147,16 @@ def _groups(weight: Weight) -> _Groups:
     repeated = [np.repeat(np.broadcast_to(values, scales.shape), times, axis=0) for values in (scales, offsets)]
     largest = np.maximum(*(np.abs(values).max(axis=0) for values in (scales, offsets)))
     units = np.exp2(np.ceil(np.log2(np.where(largest > 0, largest, 1)))).astype(np.float32)
-    own_scales, own_offsets = ((values[:count] / units).astype(np.float16) for values in repeated)
-    return _Groups(own_scales, units, own_offsets)
+    group_scales, group_offsets = ((values[:count] / units).astype(np.float16) for values in repeated)
+    return _Groups(group_scales, units, group_offsets)
 
 
 def _by_tiles(values: npt.NDArray[np.float16], bits: int) -> npt.NDArray[np.uint16]:
-    """[K / 32, N] as [N / 16, steps, 16 * groups]: of rows g and g + 8 in turns."""
+    """[K / 32, N] as [N / 16, steps, 16 * groups]: rows g and g + 8 alternate."""
     groups = STEPS[bits] // 2
     padded = np.pad(values.view(np.uint16).T, [(0, -values.shape[1] % TILE), (0, -len(values) % groups)])
-    apart = padded.reshape(len(padded) // TILE, 2, 8, -1, groups).transpose(0, 3, 2, 1, 4)
-    return np.ascontiguousarray(apart.reshape(*apart.shape[:2], -1))
+    tiles = padded.reshape(len(padded) // TILE, 2, 8, -1, groups).transpose(0, 3, 2, 1, 4)
+    return np.ascontiguousarray(tiles.reshape(*tiles.shape[:2], -1))
 
 
 def _padded(units: Floats) -> Floats:

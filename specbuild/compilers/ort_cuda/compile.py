@@ -1,7 +1,7 @@
-"""Takes the checkpoint's own graph for ONNX Runtime on CUDA, which optimizes it on the GPU when it loads it.
+"""Copies the checkpoint's graph for ONNX Runtime on CUDA, which optimizes it on the GPU when it loads it.
 
-Only masks that would keep ONNX Runtime from Flash attention are left out, and what its kernels do not take is written
-in formats that they take and that can be captured.
+It drops causal masks, with which ONNX Runtime would not use Flash attention, and rewrites formats that its kernels do
+not support or that cannot be captured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specrun.errors import BuildError
 def copy_graph(
     checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
 ) -> Compiled:
-    """Take the graph for CUDA, in the formats that its kernels take; needs no GPU. See ``Compiler``."""
+    """The ``Compiler`` for ONNX Runtime on CUDA: copy the graph, in formats that its kernels take. Needs no GPU."""
     ort, _ = session_options()
     if graph.states:
         raise BuildError(

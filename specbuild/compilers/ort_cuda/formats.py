@@ -1,4 +1,4 @@
-"""What ONNX Runtime's kernels on CUDA need of a graph: formats that they take, and operators that can be captured."""
+"""Requirements of ONNX Runtime's kernels on CUDA: supported formats, and operators that can be captured."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _EIGHT_BITS = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.FLOAT8E4M3FN)
 def can_be_captured(model: ir.Model) -> bool:
     """Whether all operators are of ``CAPTURED``, and all products are by matrices of weights."""
     products = [node for node in model.graph if node.op_type == "MatMul"]
-    known = all(node.domain == "" and node.op_type in CAPTURED for node in model.graph)
-    return known and all(_is_matrix(node.inputs[1]) for node in products)
+    are_captured = all(node.domain == "" and node.op_type in CAPTURED for node in model.graph)
+    return are_captured and all(_is_matrix(node.inputs[1]) for node in products)
 
 
 def _is_matrix(value: ir.Value | None) -> bool:
-    """Whether these are constant weights [in, out], also where they come quantized or transposed."""
+    """Whether a value is constant weights [in, out], perhaps quantized or transposed."""
     while value is not None and value.const_value is None:
         node = value.producer()
         if node is None or node.op_type not in ("Cast", "DequantizeLinear", "Transpose"):
@@ -47,16 +47,16 @@ def _is_matrix(value: ir.Value | None) -> bool:
 
 
 def has_float4(model: ir.Model) -> bool:
-    """Whether weights are in float4, for which there are no kernels."""
+    """Whether weights are in float4, which no kernel supports."""
     weights = (value.const_value for value in model.graph.initializers.values())
     return any(weight is not None and weight.dtype == ir.DataType.FLOAT4E2M1 for weight in weights)
 
 
 def split_block_scales(model: ir.Model) -> None:
-    """Dequantize 8-bit experts that have a scale for each block in steps: to numbers, then times scales. In place.
+    """Dequantize 8-bit experts with block scales in two steps: convert to numbers, then multiply by scales. In place.
 
-    DequantizeLinear on CUDA knows blocks of 4-bit codes alone; ONNX Runtime has a product for 8-bit matrices, but none
-    for [E, in, out]. DequantizeLinear with the scale 1 is a cast that is not computed when the graph is loaded.
+    DequantizeLinear on CUDA supports blocks only of 4-bit codes; ONNX Runtime has a product for 8-bit matrices, but
+    none for [E, in, out]. DequantizeLinear with the scale 1 is a cast that is not folded when the graph is loaded.
     """
     for node in [node for node in model.graph if node.op_type == "DequantizeLinear"]:
         codes, scales, *zero_points = node.inputs
@@ -69,13 +69,13 @@ def split_block_scales(model: ir.Model) -> None:
         blocks = (*shape[:axis], shape[axis] // size, size, *shape[axis + 1 :])
         unit = _constant(model, np.array(1, scales.dtype.numpy()))
         numbers = ir.node("DequantizeLinear", [codes, unit])
-        apart = ir.node("Reshape", [numbers.outputs[0], _constant(model, np.array(blocks, np.int64))])
+        in_blocks = ir.node("Reshape", [numbers.outputs[0], _constant(model, np.array(blocks, np.int64))])
         factors = ir.node("Unsqueeze", [scales, _constant(model, np.array([axis + 1], np.int64))])
-        weights = ir.node("Mul", [apart.outputs[0], factors.outputs[0]])
+        weights = ir.node("Mul", [in_blocks.outputs[0], factors.outputs[0]])
         whole = ir.node("Reshape", [weights.outputs[0], _constant(model, np.array(shape, np.int64))])
         old, new = node.outputs[0], whole.outputs[0]
         new.name, new.type = old.name, old.type
-        nodes = [numbers, apart, factors, weights, whole]
+        nodes = [numbers, in_blocks, factors, weights, whole]
         ir.convenience.replace_nodes_and_values(model.graph, node, [node], nodes, [old], [new])
 
 

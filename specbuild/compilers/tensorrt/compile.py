@@ -16,11 +16,11 @@ import onnx_ir as ir
 
 from specbuild.compilers import Compiled
 from specbuild.compilers.tensorrt.formats import (
+    make_names_unique,
     move_zero_points,
     narrow_float4_scales,
     round_float4_inputs,
     round_token_inputs,
-    set_apart_names,
     turn_negative_scales,
 )
 from specbuild.compilers.tensorrt.progress import progress_monitor
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 
 
 def why_unusable(name: str, gpu: int = 0) -> str | None:
-    """Why the builder called ``name`` cannot run on this machine, for ``gpu`` where it needs one, or None."""
+    """Why the builder ``name`` cannot run on this machine, for ``gpu`` if it needs one; None: it can."""
     try:
         trt = import_package(name)
     except ImportError:
         return f"{name} is not installed: {how_to_install(name)}"
-    except Exception as error:  # Broken installations raise what they like.
+    except Exception as error:  # A broken installation may raise anything.
         return f"{name} does not load ({error})"
     if name == "tensorrt" and (reason := why_no_gpu(gpu)):
         return f"it needs an NVIDIA GPU: {reason}"
@@ -73,9 +73,9 @@ class Tensorrt:
     def __init__(
         self, name: str, gpu: int = 0, capabilities: tuple[int, ...] = (), timing_cache: Path | None = None
     ) -> None:
-        """gpu: the one that TensorRT's plans are for; capabilities: those of TensorRT-RTX's, if not all that can.
+        """gpu: number of the GPU for TensorRT's plans. capabilities: for TensorRT-RTX's plans; empty: all that can.
 
-        timing_cache: TensorRT's, a file that is read and written.
+        timing_cache: TensorRT's file, which is read and written.
         """
         self.name: Any = name
         self.gpu = gpu
@@ -85,10 +85,10 @@ class Tensorrt:
     def __call__(
         self, checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
     ) -> Compiled:
-        """Compile a plan. See ``Compiler``."""
+        """Compile a plan, as a ``Compiler``."""
         trt = import_package(self.name)
         if self.name == "tensorrt":
-            use_gpu(self.gpu)  # Its builder compiles for the GPU of the thread that makes it.
+            use_gpu(self.gpu)  # A builder compiles for the GPU of the thread that creates it.
         model = ir.load(checkpoint / GRAPH_NAME)
         capabilities = _capabilities(trt, model, self.capabilities)
         weights = checkpoint
@@ -107,7 +107,7 @@ class Tensorrt:
             notes.append(note)
         graphs.pin_cache_length(model, build.cache_length)
         leave_writing_to_caller(model, build.cache_length)  # TensorRT updates no 8-bit cache in place.
-        set_apart_names(model)
+        make_names_unique(model)
         if graph.dtype == "float32":  # TensorRT has no fused float32 attention.
             graphs.mark_decomposable(model)
         run = partial(_build, trt, weights, model, graph, build, advance, capabilities, self.timing_cache)
@@ -135,7 +135,7 @@ class Tensorrt:
                 version=trt.__version__,
                 device="cuda",
                 machine=platform.machine(),
-                compute_capabilities=_named(capabilities, self.gpu),
+                compute_capabilities=_capability_names(capabilities, self.gpu),
                 plugins=plugins,
             ),
             graph=graph,
@@ -146,10 +146,10 @@ class Tensorrt:
 
 
 def _write_recurrent_layers(name: str, model: ir.Model, graph: GraphInfo) -> tuple[str, str]:
-    """Write recurrent layers as the compiler takes them; returns the version of plug-ins that they need, and a note.
+    """Write recurrent layers in operators of the compiler. Returns the version of plug-ins that they need, and a note.
 
     Where TensorRT-RTX's plug-ins load, a layer is two calls of LinearAttention: one for the outputs of all tokens, one
-    for the state behind those that are kept. Else it is a loop.
+    for the state after those that are kept. Otherwise it is a loop.
     """
     why_not = "it has no operator for them"
     if name == "tensorrt_rtx":
@@ -167,7 +167,7 @@ def _write_recurrent_layers(name: str, model: ir.Model, graph: GraphInfo) -> tup
 
 
 class _Built(NamedTuple):
-    """What one run of the builder gave; ``plan`` is None where it refused."""
+    """Result of one run of the builder; ``plan`` is None where it refused."""
 
     plan: IHostMemory | None
     log: Any
@@ -207,7 +207,7 @@ def _build(
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # Or the plan cannot be part of a CUDA graph.
     cache = load_timings(config, timing_cache, log) if timing_cache else None
-    # The builder calls Python from C++, prints an exception that it meets there and goes on building.
+    # The builder calls Python from C++. It prints an exception from there, and goes on building.
     with deferred_signals(second_ends=False) as interrupted:
         config.progress_monitor = progress_monitor(trt, advance, interrupted)
         plan = builder.build_serialized_network(network, config)
@@ -219,7 +219,7 @@ def _build(
 
 
 def _log(trt: Any) -> Any:
-    """A TensorRT logger that keeps errors and what matters among the warnings."""
+    """A TensorRT logger that keeps errors and warnings. ``notes`` drops warnings that do not matter."""
 
     class Log(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -307,14 +307,14 @@ def _profile(builder: Builder, network: INetworkDefinition, sizes: Profile) -> I
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
         by_name = {INPUT_IDS: sizes.sequence, LOGITS_INDICES: sizes.logits}
-        others = [[size] * 3 for size in tuple(tensor.shape)[1:]]
-        axes = [sizes.batch, by_name[tensor.name]] if tensor.name in by_name else [sizes.batch, *others]
+        fixed = [[size] * 3 for size in tuple(tensor.shape)[1:]]
+        axes = [sizes.batch, by_name[tensor.name]] if tensor.name in by_name else [sizes.batch, *fixed]
         profile.set_shape(tensor.name, *zip(*axes, strict=True))
     return profile
 
 
-def _named(capabilities: list[int], gpu: int) -> list[str]:
-    """What a plan is for, such as 8.9: the capabilities that were chosen, or that of ``gpu`` where none were."""
+def _capability_names(capabilities: list[int], gpu: int) -> list[str]:
+    """Compute capabilities of a plan, such as 8.9: the chosen ones, or that of ``gpu``."""
     return [f"{number // 10}.{number % 10}" for number in capabilities] or [compute_capability(gpu)]
 
 
@@ -325,29 +325,29 @@ _FIRST_CAPABILITY = {
     ir.DataType.FLOAT8E4M3FN: 89,
     ir.DataType.FLOAT4E2M1: 120,
 }
-"""The first compute capability of GPUs that have the type; see quantization in docs/gpu.md."""
+"""First compute capability, times 10, with a type; see quantization in docs/gpu.md."""
 _DEFAULT_FROM = 80
-"""Older GPUs are compiled for when they are asked for."""
+"""Oldest compute capability, times 10, of plans without an explicit choice."""
 
 
-def _capabilities(trt: Any, model: ir.Model, wanted: tuple[int, ...]) -> list[int]:
-    """Compute capabilities to compile for: those wanted, or all that take the graph. [] where there is no choice.
+def _capabilities(trt: Any, model: ir.Model, requested: tuple[int, ...]) -> list[int]:
+    """Compute capabilities to compile for: the requested ones, or all that take the graph. [] without a choice.
 
-    Raises BuildError where one that is wanted is unknown or does not take the graph.
+    Raises BuildError where a requested one is unknown or does not take the graph.
     """
     if not hasattr(trt, "ComputeCapability"):
         return []
-    known = sorted(int(name[2:]) for name in trt.ComputeCapability.__members__ if name.startswith("SM"))
+    supported = sorted(int(name[2:]) for name in trt.ComputeCapability.__members__ if name.startswith("SM"))
     types = {value.dtype for value in model.graph.initializers.values() if value.dtype in _FIRST_CAPABILITY}
     form = max(types, key=lambda kind: _FIRST_CAPABILITY[kind], default=None)
     first = _FIRST_CAPABILITY[form] if form else 0
-    for number in wanted:
-        if number not in known:
-            names = ", ".join(map(str, known))
+    for number in requested:
+        if number not in supported:
+            names = ", ".join(map(str, supported))
             raise BuildError(f"--compute_capabilities {number}: TensorRT-RTX {trt.__version__} knows {names}")
         if form and number < first:
             raise BuildError(
                 f"--compute_capabilities {number}: weights or the cache are {form.name.lower()}, which GPUs have from "
                 f"{first} on"
             )
-    return list(wanted) or [number for number in known if number >= max(first, _DEFAULT_FROM)]
+    return list(requested) or [number for number in supported if number >= max(first, _DEFAULT_FROM)]

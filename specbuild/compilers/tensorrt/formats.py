@@ -1,9 +1,9 @@
-"""Graphs in the formats that TensorRT takes: mostly quantized linear layers.
+"""Rewrites graphs, mostly quantized linear layers, in formats that TensorRT takes.
 
-Its scales are positive: where one is negative, codes are turned around. Its weights have no zero points:
+TensorRT takes only positive scales: where one is negative, codes are negated. It takes no zero points:
 ``x @ ((q - z) * s)`` is ``x @ ((q - m) * s) + sums(x) @ ((m - z) * s)``, where m is the middle of the codes and sums
 adds up the channels that share a scale. The first product keeps its packed weight, and the second is small. Inputs in
-float4 have an operator of TensorRT's own, and inputs in 8 bits a scale a token.
+float4 are rounded by an operator of TensorRT, and inputs in 8 bits with a scale for each token.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from specbuild.weights.packed import as_float32, lazy
 from specrun.errors import BuildError
 
 FLOAT4_BLOCK = 16
-"""Values of an input that share a scale."""
+"""Number of values of an input that share a scale."""
 _MIDDLE = {ir.DataType.UINT4: 8, ir.DataType.UINT8: 128, ir.DataType.INT4: 0, ir.DataType.INT8: 0}
 _TOKEN_CODES = {"int8": (ir.DataType.INT8, 127), "float8": (ir.DataType.FLOAT8E4M3FN, 448)}
 """The type of an input's codes, and its largest code."""
 _COLUMNS = 1024
-"""Columns of a weight that are rounded at a time."""
+"""Number of columns of a weight that are rounded at a time."""
 _ByChannel = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 """Codes and scales."""
 
 
 def turn_negative_scales(model: ir.Model) -> int:
-    """Rewrite the weights of ``model`` that have scales of 0 or below, as GGUF's may, in place. Returns how many do.
+    """Rewrite the weights of ``model`` with scales of 0 or below, as GGUF's may have, in place. Returns their number.
 
     New weights are tensors that are computed when they are read, and not in the files of ``model``.
     """
@@ -43,7 +43,7 @@ def turn_negative_scales(model: ir.Model) -> int:
 
 
 def move_zero_points(model: ir.Model) -> int:
-    """Rewrite the weights of ``model`` that have zero points, in place. Returns how many there were.
+    """Rewrite the weights of ``model`` that have zero points, in place. Returns their number.
 
     New weights are tensors that are computed when they are read, and not in the files of ``model``.
     """
@@ -56,9 +56,9 @@ def move_zero_points(model: ir.Model) -> int:
 
 
 def round_float4_inputs(model: ir.Model) -> int:
-    """Let TensorRT round the inputs of linear layers that ask for float4, in place. Returns how many do.
+    """Let TensorRT round the inputs of linear layers that are marked for float4, in place. Returns their number.
 
-    Its operator finds a float8 scale for every 16 values itself.
+    Its operator computes a float8 scale for every 16 values.
     """
     nodes = [node for node in model.graph if graphs.FLOAT4_INPUT in node.metadata_props]
     for node in nodes:
@@ -72,10 +72,10 @@ def round_float4_inputs(model: ir.Model) -> int:
         wide = ir.node(
             "DequantizeLinear", [rounded.outputs[0], scales.outputs[0]], {"axis": -1, "block_size": FLOAT4_BLOCK}
         )
-        for made, part in ((rounded, "rounded"), (scales, "scales"), (wide, "wide")):
-            made.name = f"{node.name}.float4_{part}"
-            for number, value in enumerate(made.outputs):
-                value.name = f"{made.name}.{number}"
+        for new, role in ((rounded, "rounded"), (scales, "scales"), (wide, "wide")):
+            new.name = f"{node.name}.float4_{role}"
+            for number, value in enumerate(new.outputs):
+                value.name = f"{new.name}.{number}"
         rounded.outputs[0].dtype, rounded.outputs[1].dtype = ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT8E4M3FN
         scales.outputs[0].dtype = wide.outputs[0].dtype = x.dtype
         model.graph.insert_before(node, [rounded, scales, wide])
@@ -86,11 +86,11 @@ def round_float4_inputs(model: ir.Model) -> int:
 
 
 def round_token_inputs(model: ir.Model) -> int:
-    """Let inputs of linear layers that ask for it be rounded with a scale for each token, in place.
+    """Round the inputs of marked linear layers with a scale for each token, in place.
 
-    A token is divided by its largest value, so that one constant scale serves all of them. TensorRT multiplies two
-    matrices of int8 only where a column has one scale, so weights in groups are rounded once more. Returns how many
-    were. They are tensors that are computed when they are read, and not in the files of ``model``.
+    A token is divided by its largest value, so one constant scale serves all tokens. TensorRT multiplies two matrices
+    of int8 only where a column has one scale, so weights in groups are rounded once more. Returns their number. They
+    are tensors that are computed when they are read, and not in the files of ``model``.
     """
     products = [node for node in model.graph if graphs.TOKEN_INPUT in node.metadata_props]
     rounded: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]] = {}
@@ -112,13 +112,13 @@ def round_token_inputs(model: ir.Model) -> int:
         if weight is not None and weight.op_type == "Transpose" and weight.inputs[0] is not None:
             weight = weight.inputs[0].producer()
         if form == "int8" and weight is not None and weight.op_type == "DequantizeLinear":
-            recoded += _give_channels_one_scale(model.graph, weight, read)
+            recoded += _rescale_by_channel(model.graph, weight, read)
     RemoveUnusedNodesPass()(model)
     return recoded
 
 
 def _round_tokens(graph: ir.Graph, before: ir.Node, x: ir.Value, form: str) -> tuple[ir.Value, ir.Value]:
-    """Tokens by their largest values, rounded; and these values."""
+    """Tokens divided by their largest values and rounded; and these values."""
     codes, largest_code, nodes = *_TOKEN_CODES[form], list[ir.Node]()
     dtype = x.dtype
     assert dtype is not None
@@ -126,27 +126,27 @@ def _round_tokens(graph: ir.Graph, before: ir.Node, x: ir.Value, form: str) -> t
     def constant(role: str, values: Any) -> ir.Value:
         return graphs.initializer(graph, f"quantization.{role}", ir.tensor(values))
 
-    def made(op_type: str, *inputs: ir.Value, kind: ir.DataType = dtype, **attributes: int) -> ir.Value:
+    def add_node(op_type: str, *inputs: ir.Value, kind: ir.DataType = dtype, **attributes: int) -> ir.Value:
         nodes.append(ir.node(op_type, inputs, attributes, name=f"{x.name}.{form}.{len(nodes)}"))
         value = nodes[-1].outputs[0]
         value.name, value.dtype = nodes[-1].name, kind
         return value
 
     smallest = 2.0**-14 if dtype == ir.DataType.FLOAT16 else 2.0**-126  # A divisor for tokens of zeros: normal.
-    amax = made("ReduceMax", made("Abs", x), constant("last_axis", np.array([-1])), keepdims=1)
-    amax = made("Max", amax, constant("smallest", np.array(smallest, dtype.numpy())))
+    amax = add_node("ReduceMax", add_node("Abs", x), constant("last_axis", np.array([-1])), keepdims=1)
+    amax = add_node("Max", amax, constant("smallest", np.array(smallest, dtype.numpy())))
     step = constant(f"step_{form}", np.array(1 / largest_code, dtype.numpy()))
     zero = graphs.initializer(graph, f"quantization.zero_{form}", ir.Tensor(np.zeros((), codes.numpy()), dtype=codes))
-    small = made("QuantizeLinear", made("Div", x, amax), step, zero, kind=codes)
-    small = made("DequantizeLinear", small, step, zero)
+    small = add_node("QuantizeLinear", add_node("Div", x, amax), step, zero, kind=codes)
+    small = add_node("DequantizeLinear", small, step, zero)
     graph.insert_before(before, nodes)
     return small, amax
 
 
-def _give_channels_one_scale(
+def _rescale_by_channel(
     graph: ir.Graph, node: ir.Node, read: Callable[[ir.TensorProtocol, ir.TensorProtocol, int, int], _ByChannel]
 ) -> bool:
-    """Let a weight in int8 have one scale an output channel. Returns whether it had groups of input channels.
+    """Give an int8 weight one scale for each output channel. Returns whether it had groups of input channels.
 
     It is [K, N], or [N, K] where an embedding is tied to it, which then has the same codes; or [E, K, N] of experts.
     """
@@ -160,40 +160,40 @@ def _give_channels_one_scale(
     inputs, is_experts = shape[axis], len(shape) == 3
     scale_shape = [1 if number == axis else size for number, size in enumerate(shape) if is_experts or number != axis]
 
-    def made(role: str, index: int, dtype: ir.DataType, sizes: list[int]) -> ir.Value:
+    def add_initializer(role: str, index: int, dtype: ir.DataType, sizes: list[int]) -> ir.Value:
         name = f"{codes.name}.by_channel.{role}"
         part = lazy(dtype, sizes, lambda: read(stored, steps, block, axis)[index].reshape(sizes), name)
         return graphs.initializer(graph, name, part)
 
-    new = made("codes", 0, stored.dtype, shape), made("scales", 1, steps.dtype, scale_shape)
-    for other in [use.node for use in codes.uses()]:
+    new = add_initializer("codes", 0, stored.dtype, shape), add_initializer("scales", 1, steps.dtype, scale_shape)
+    for reader in [use.node for use in codes.uses()]:
         for index, value in enumerate(new):
-            other.replace_input_with(index, value)
-        other.attributes["axis"] = ir.AttrInt64("axis", axis if is_experts else 1 - axis)
-        other.attributes["block_size"] = ir.AttrInt64("block_size", inputs)
+            reader.replace_input_with(index, value)
+        reader.attributes["axis"] = ir.AttrInt64("axis", axis if is_experts else 1 - axis)
+        reader.attributes["block_size"] = ir.AttrInt64("block_size", inputs)
         if not is_experts:
-            del other.attributes["block_size"]
+            del reader.attributes["block_size"]
     return True
 
 
 def _by_channel(codes: ir.TensorProtocol, scales: ir.TensorProtocol, block: int, axis: int) -> _ByChannel:
-    """Codes, and scales of blocks along ``axis`` -> codes with one scale along it, and the scales in the same type."""
+    """Codes with block scales along ``axis`` -> codes with one scale along it, and these scales in the same type."""
     values, steps = (np.moveaxis(np.asarray(tensor.numpy()), axis, -2) for tensor in (codes, scales))
-    own = np.empty_like(values)
-    own_scales = np.empty((*steps.shape[:-2], 1, steps.shape[-1]), steps.dtype)
+    new_codes = np.empty_like(values)
+    new_scales = np.empty((*steps.shape[:-2], 1, steps.shape[-1]), steps.dtype)
     for first in range(0, values.shape[-1], _COLUMNS):
         part = slice(first, first + _COLUMNS)
         weight = values[..., part] * np.repeat(steps[..., part].astype(np.float32), block, axis=-2)
         largest = np.abs(weight).max(axis=-2, keepdims=True)
-        own_scales[..., part] = np.where(largest, largest, 127) / 127
-        own[..., part] = np.rint(weight / own_scales[..., part].astype(np.float32)).clip(-127, 127)
-    return np.ascontiguousarray(np.moveaxis(own, -2, axis)), own_scales
+        new_scales[..., part] = np.where(largest, largest, 127) / 127
+        new_codes[..., part] = np.rint(weight / new_scales[..., part].astype(np.float32)).clip(-127, 127)
+    return np.ascontiguousarray(np.moveaxis(new_codes, -2, axis)), new_scales
 
 
 def narrow_float4_scales(model: ir.Model) -> int:
-    """Let scales of float4 weights have the type of what is computed, in place. Returns how many had another.
+    """Convert scales of float4 weights to the type of the activations, in place. Returns the number of changed weights.
 
-    Of DequantizeLinear in float4, TensorRT does not take the ``output_dtype`` that other scales may stand beside.
+    TensorRT does not take ``output_dtype`` of DequantizeLinear with float4 codes, which scales of another type need.
     """
     changed = 0
     for node in model.graph:
@@ -208,22 +208,22 @@ def narrow_float4_scales(model: ir.Model) -> int:
     return changed
 
 
-def set_apart_names(model: ir.Model) -> None:
-    """Give nodes names that no layer gets that TensorRT's parser adds, in place.
+def make_names_unique(model: ir.Model) -> None:
+    """Rename nodes in place, so that their names cannot collide with layers that TensorRT's parser adds.
 
-    It calls what it adds for a node ``NAME_7``, by one count for all nodes, and refuses a node whose name is taken: of
-    ``a`` and ``a_7`` that depends on how many layers came before. Behind this, no name ends in a number, and none is
-    given twice.
+    It names the layers that it adds for a node ``NAME_7``, with one counter for all nodes, and refuses a node whose
+    name is taken: with nodes ``a`` and ``a_7`` that depends on the number of layers before. After this pass, names are
+    unique, and none ends in a number.
     """
-    given = set[str]()
+    names = set[str]()
     for number, node in enumerate(graphs.all_nodes(model)):
-        own = f"{node.name}.{number}" if node.name in given else str(node.name)
-        given.add(str(node.name))
-        node.name = f"{own}.{node.op_type}"
+        unique = f"{node.name}.{number}" if node.name in names else str(node.name)
+        names.add(str(node.name))
+        node.name = f"{unique}.{node.op_type}"
 
 
 def _zero_points(node: ir.Node) -> ir.TensorProtocol | None:
-    """Those of a constant weight; None where it has none. TensorRT does not read UINT4, whose middle is none."""
+    """Zero points of a constant weight, or None. UINT4 always has some: TensorRT does not read it."""
     codes, zero = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
     if codes is None or not codes.is_initializer():
         return None
@@ -233,7 +233,7 @@ def _zero_points(node: ir.Node) -> ir.TensorProtocol | None:
 
 
 def _turn(graph: ir.Graph, node: ir.Node) -> bool:
-    """Turn the codes of groups whose scale is negative, and let those with the scale 0 say 0 themselves.
+    """Negate the codes of groups with a negative scale, and set those with the scale 0 to the zero point.
 
     Returns whether there were any. ``(q - z) * s`` is ``(z - q) * -s``, and ``c - q`` is within the codes' type where c
     is the sum of its two ends. For int8 without zero points c is 0, and none are needed, unless there is a code -128.
@@ -267,8 +267,8 @@ def _turn(graph: ir.Graph, node: ir.Node) -> bool:
         codes = np.where(spread(is_negative), ends - integers, np.where(spread(is_zero), spread(points), integers))
         return codes.astype(stored.dtype.numpy())
 
-    own = lazy(stored.dtype, stored.shape.numpy(), turned)
-    node.replace_input_with(0, graphs.initializer(graph, f"{codes.name}.turned", own))
+    new_codes = lazy(stored.dtype, stored.shape.numpy(), turned)
+    node.replace_input_with(0, graphs.initializer(graph, f"{codes.name}.turned", new_codes))
     node.attributes.pop("output_dtype", None)
     positive = ir.Tensor(np.where(is_zero, 1, np.abs(numbers)).astype(dtype.numpy()), dtype=dtype)
     node.replace_input_with(1, graphs.initializer(graph, f"{codes.name}.positive_scales", positive))
@@ -296,9 +296,9 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
 
     dtype = node.outputs[0].dtype or steps.dtype
 
-    def offsets(others: ir.TensorProtocol | None = None) -> npt.NDArray[Any]:
+    def offsets(earlier: ir.TensorProtocol | None = None) -> npt.NDArray[Any]:
         weights = (middle - as_float32(zeros)) * as_float32(steps)
-        weights = weights if others is None else weights + as_float32(others)
+        weights = weights if earlier is None else weights + as_float32(earlier)
         return weights.reshape(*experts, -1, columns).astype(dtype.numpy())
 
     value = graphs.initializer(graph, f"{codes.name}.signed", lazy(kind, stored.shape.numpy(), signed))
@@ -308,10 +308,10 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
     node.resize_inputs(2)
     for number, reader in enumerate(readers):
         added = added_to(reader)
-        others = constant(added.product.inputs[1]) if added is not None else None
-        if added is not None and others is not None and added.are_offsets(reader.inputs[0], rows, block):
-            both = lazy(dtype, small, functools.partial(offsets, others))
+        earlier = constant(added.product.inputs[1]) if added is not None else None
+        if added is not None and earlier is not None and added.are_offsets(reader.inputs[0], rows, block):
+            both = lazy(dtype, small, functools.partial(offsets, earlier))
             added.product.replace_input_with(1, graphs.initializer(graph, f"{codes.name}.{number}.offsets", both))
             continue
         shift = add_offsets(graph, reader, moved, rows, block, f"{codes.name}.{number}")
-        shift.metadata_props.update(reader.metadata_props)  # Of experts, it has a part for each of them, too.
+        shift.metadata_props.update(reader.metadata_props)  # Experts have a part for each of them in it too.

@@ -1,4 +1,4 @@
-"""The progress of a TensorRT build, and its end at Ctrl-C, which its C++ code does not know."""
+"""Progress of a TensorRT build, and its end at Ctrl-C, which its C++ code does not handle."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""TensorRT's timing cache: how fast its kernels were on a GPU, kept from build to build in a file.
+"""TensorRT's timing cache: a file with the times of its kernels on a GPU, for later builds.
 
-A build that finds its layers in the cache does not time them again, and chooses the same kernels.
+A build does not time layers again that are in the cache, and chooses the same kernels.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def load_timings(config: IBuilderConfig, file: Path, log: Any) -> ITimingCache:
-    """Let a builder's configuration have the timings in ``file``, or none where there is no file yet.
+    """Set the timings in ``file`` in a builder's configuration; none if there is no file yet.
 
-    log: the builder's. Returns the cache, which must outlive the build. Raises BuildError where it is not taken.
+    log: the builder's. Returns the cache, which must outlive the build. Raises BuildError where TensorRT refuses it.
     """
     cache = _parse(config, file.read_bytes() if file.is_file() else b"", log)
     if cache is None or not config.set_timing_cache(cache, False):
@@ -32,22 +32,22 @@ def load_timings(config: IBuilderConfig, file: Path, log: Any) -> ITimingCache:
 
 
 def save_timings(config: IBuilderConfig, cache: ITimingCache, file: Path, log: Any) -> None:
-    """Write the timings to ``file``, beside those that other builds have put there meanwhile.
+    """Write the timings to ``file``, merged with those that other builds have written meanwhile.
 
-    Where the file has become something else since, it is left, with a warning in the log: the plan is worth more.
+    A file that TensorRT does not take any more is kept, with a warning in the log, because the plan must not be lost.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with locked(file):
         if file.is_file():
-            others = _parse(config, file.read_bytes(), log)
-            if others is None or not cache.combine(others, False):
+            stored = _parse(config, file.read_bytes(), log)
+            if stored is None or not cache.combine(stored, False):
                 log.warnings.append(f"--timing_cache {file}: not written, TensorRT does not take what is there now")
                 return
         write_whole(file, memoryview(cache.serialize()))
 
 
 def _parse(config: IBuilderConfig, content: bytes, log: Any) -> ITimingCache | None:
-    """A cache; None where TensorRT cannot read ``content``: it warns then, and gives an empty cache."""
+    """A cache; None where TensorRT cannot read ``content``, and returns an empty cache with a warning."""
     before = len(log.problems)
     cache = config.create_timing_cache(content)
     return cache if len(log.problems) == before else None

@@ -1,4 +1,4 @@
-"""Runs a dense decoder by specrun's own kernels. Its texts are the same to the bit, however tokens are divided."""
+"""Runs a dense decoder by specrun's own kernels. Its logits are the same bits for every division into passes."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from specrun.gpu.decoder.kernels import Buffers, DecoderKernels, Tokens, attenti
 
 PASS_TOKENS = 512
 """The most tokens of a pass; longer prompts take several."""
-_OLDEST = 80
-"""The oldest GPUs whose tensor cores have the kernels' product: Ampere, compute capability 8.0."""
+_MIN_ARCH = 80
+"""Minimum compute capability, times 10: Ampere's tensor cores have the instruction of the kernels' products."""
 
 
 class CudaBackend(DeviceBackend):
-    """See ``DeviceBackend``. Owns the weights and the memory between kernels."""
+    """Runs an engine of specrun's own kernels. Owns the weights and the memory between kernels."""
 
     def __init__(
         self, config: EngineConfig, decoder: Decoder, weights: dict[str, DeviceArray], device: CudaDevice
     ) -> None:
         """weights: every tensor of the decoder, on the device. Raises BackendError."""
-        if int(device.arch.removeprefix("sm_")) < _OLDEST:
+        if int(device.arch.removeprefix("sm_")) < _MIN_ARCH:
             raise BackendError(
                 f"engines of specrun's own kernels need a GPU of compute capability 8.0 or newer, this one is "
                 f"{device.arch}; build with --backend tensorrt"
@@ -75,7 +75,7 @@ class CudaBackend(DeviceBackend):
         self.kernels.project_logits(math.prod(feed.logits_indices.shape), logits)
 
     def _read_tokens(self, tokens: Tokens, feed: Feed, first: int) -> None:
-        """Queue the layers, for some of a feed's tokens."""
+        """Queue the layers for ``tokens`` of a feed."""
         kernels, buffers, count = self.kernels, self.kernels.buffers, tokens.count
         kernels.begin(tokens, feed, first)
         caches = self.cache.part(0, self.cache.rows)
@@ -89,7 +89,7 @@ class CudaBackend(DeviceBackend):
 
     @override
     def save_kernels(self) -> None:
-        """They are compiled in seconds whenever an engine is opened."""
+        """Nothing: opening an engine compiles them in seconds."""
 
     @override
     def close(self) -> None:
@@ -109,7 +109,7 @@ class CudaBackend(DeviceBackend):
         ]
         blocks = [(tokens.rows * decoder.num_kv_heads, *attention_blocks(decoder, tokens)) for tokens in passes]
         partial = max((math.prod(block) for block in blocks if block[2] > 1), default=1)
-        counters = max(max(own * tiles for own, tiles, _ in blocks), heads * -(-count // 8))
+        counters = max(max(row_heads * tiles for row_heads, tiles, _ in blocks), heads * -(-count // 8))
         return [
             ((count, decoder.width), np.float32),
             ((count,), np.int32),

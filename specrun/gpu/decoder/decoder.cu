@@ -207,18 +207,18 @@ struct Normalized {
   f32 epsilon;
   const f32* scales;  // [tokens of the block], shared.
 
-  // Two neighbours of a token's numbers, in 16 bits.
-  FUNCTION u32 pair(i64 token, int own, int k, int length) const {
+  // Two neighbouring numbers of a token, in 16 bits. slot: the token's number in its block.
+  FUNCTION u32 pair(i64 token, int slot, int k, int length) const {
     const f32* at = x + token * length + k;
     if (!gamma) return narrow_pair(at[0], at[1]);
-    f32 scale = scales[own];
+    f32 scale = scales[slot];
     return narrow_pair(at[0] * scale * gamma[k], at[1] * scale * gamma[k + 1]);
   }
 };
 
-struct Given {
+struct Input {
   const u16* x;
-  FUNCTION u32 pair(i64 token, int own, int k, int length) const { return *(const u32*)(x + token * length + k); }
+  FUNCTION u32 pair(i64 token, int slot, int k, int length) const { return *(const u32*)(x + token * length + k); }
 };
 
 FUNCTION f32 reciprocal_rms(f32 squares, int count, f32 epsilon) { return 1 / sqrtf(squares / count + epsilon); }
@@ -274,14 +274,14 @@ struct Sums {
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
       if (first + group * GROUP >= tokens) break;
-      int own = group * GROUP + g;
+      int slot = group * GROUP + g;
       f32 codes[TILES][4] = {}, ones[4] = {};
 #pragma unroll
       for (int tile = 0; tile < COUNT; tile++) {
         int k = (step * Format::STEP + begin + tile) * TILE + 2 * t;
-        bool is_there = first + own < tokens && (!IS_SCALED || k < length);
-        u32 b0 = is_there ? x.pair(first + own, own, k, length) : 0;
-        u32 b1 = is_there ? x.pair(first + own, own, k + 8, length) : 0;
+        bool is_there = first + slot < tokens && (!IS_SCALED || k < length);
+        u32 b0 = is_there ? x.pair(first + slot, slot, k, length) : 0;
+        u32 b1 = is_there ? x.pair(first + slot, slot, k + 8, length) : 0;
 #pragma unroll
         for (int i = 0; i < TILES; i++) multiply_tile(IS_SCALED ? codes[i] : sums[i][group], a[tile][i], b0, b1);
         if constexpr (Format::HAS_OFFSETS) multiply_tile(ones, {ONE_PAIR, ONE_PAIR, ONE_PAIR, ONE_PAIR}, b0, b1);
@@ -319,9 +319,9 @@ FUNCTION void multiply(const Tokens& x, const Format& weight, const int (&tiles)
   int first = blockIdx.y * GROUPS * GROUP;
   sums.compute(x, weight, tiles, first, tokens);
   for (int i = threadIdx.x; i < GROUPS * GROUP * TILE && first + i / TILE < tokens; i += WARPS * 32) {
-    f32 own[TILES];
-    sums.at(weight, tiles, i / TILE, i % TILE, own);
-    finish((i64)first + i / TILE, tiles[0] * TILE + i % TILE, own);
+    f32 totals[TILES];
+    sums.at(weight, tiles, i / TILE, i % TILE, totals);
+    finish((i64)first + i / TILE, tiles[0] * TILE + i % TILE, totals);
   }
 }
 
@@ -329,10 +329,10 @@ template <int GROUPS>
 FUNCTION Normalized normalize(const f32* x, const f32* gamma, f32 epsilon, int length, int tokens) {
   __shared__ f32 scales[GROUPS * GROUP];
   int first = blockIdx.y * GROUPS * GROUP;
-  for (int own = threadIdx.x / 32; gamma && own < GROUPS * GROUP && first + own < tokens; own += WARPS) {
-    const f32* token = x + (i64)(first + own) * length;
+  for (int slot = threadIdx.x / 32; gamma && slot < GROUPS * GROUP && first + slot < tokens; slot += WARPS) {
+    const f32* token = x + (i64)(first + slot) * length;
     f32 squares = squares_of([&](int k) { return token[k]; }, length);
-    if (threadIdx.x % 32 == 0) scales[own] = reciprocal_rms(squares, length, epsilon);
+    if (threadIdx.x % 32 == 0) scales[slot] = reciprocal_rms(squares, length, epsilon);
   }
   __syncthreads();
   return {x, gamma, epsilon, scales};
@@ -377,10 +377,10 @@ FUNCTION void project_heads(HEADS_PARAMETERS) {
   const f32* head_gamma = is_query ? query_gamma : is_key ? key_gamma : nullptr;
   Rotation rotation{cos, sin, is_query || is_key ? rotated : 0, interleaved};
   int first = blockIdx.y * GROUPS * GROUP;
-  for (int own = threadIdx.x / 32; own < GROUPS * GROUP && first + own < tokens; own += WARPS) {
-    i64 token = first + own;
+  for (int slot = threadIdx.x / 32; slot < GROUPS * GROUP && first + slot < tokens; slot += WARPS) {
+    i64 token = first + slot;
     const f32* written = projected + token * outputs + head * HEAD_DIM;
-    auto plain = [&](int i) { return __ldcg(written + i); };  // By other blocks too: not from this one's own cache.
+    auto plain = [&](int i) { return __ldcg(written + i); };  // Other blocks wrote some: bypass this one's cache.
     f32 scale = head_gamma ? reciprocal_rms(squares_of(plain, HEAD_DIM), HEAD_DIM, head_epsilon) : 1;
     auto number = [&](int i) { return head_gamma ? plain(i) * scale * head_gamma[i] : plain(i); };
     int cache_head = is_key ? head - heads : head - heads - kv_heads, position = positions[token];
@@ -407,13 +407,13 @@ FUNCTION void project_gated(GATED_PARAMETERS) {
 
 // A product that is added to the residual stream; or, where a norm comes first, written to `to`.
 #define ADDED_PARAMETERS                                                                             \
-  WEIGHT_PARAMETERS, const f32 *bias, const u16 *given, int length, int tokens, int outputs,         \
+  WEIGHT_PARAMETERS, const f32 *bias, const u16 *input, int length, int tokens, int outputs,         \
       const f32 *residual, f32 *to
 template <class Format, int GROUPS>
 FUNCTION void project_added(ADDED_PARAMETERS) {
   int tiles[1] = {(int)blockIdx.x};
   Format weight{numbers, scales, units, offsets, length};
-  multiply<1, GROUPS>(Given{given}, weight, tiles, tokens, [&](i64 token, int row, const f32* sums) {
+  multiply<1, GROUPS>(Input{input}, weight, tiles, tokens, [&](i64 token, int row, const f32* sums) {
     f32 sum = bias ? sums[0] + bias[row] : sums[0];
     i64 at = token * outputs + row;
     to[at] = residual ? residual[at] + sum : sum;
@@ -448,7 +448,7 @@ FUNCTION void project_logits(LOGITS_PARAMETERS) {
           rows, positions, cache_length, projected, counters, queries, keys, values)                                 \
   PRODUCT(gated, bits, has_offsets, GATED_PARAMETERS, numbers, scales, units, offsets, stream, gamma, epsilon,       \
           length, tokens, outputs, activation, gated)                                                                \
-  PRODUCT(added, bits, has_offsets, ADDED_PARAMETERS, numbers, scales, units, offsets, bias, given, length, tokens,  \
+  PRODUCT(added, bits, has_offsets, ADDED_PARAMETERS, numbers, scales, units, offsets, bias, input, length, tokens,  \
           outputs, residual, to)                                                                                     \
   PRODUCT(logits, bits, has_offsets, LOGITS_PARAMETERS, numbers, scales, units, offsets, stream, gamma, epsilon,     \
           length, tokens, outputs, cap, logits)
@@ -479,7 +479,7 @@ struct Attended {
     }
   }
 
-  // Of what another block has saved it reads nothing from this multiprocessor's own cache.
+  // Numbers that another block has saved are read past this multiprocessor's cache.
   FUNCTION static Attended load(const f32* from, bool is_of_another_block) {
     int lane = threadIdx.x % 32;
     Attended result;
@@ -495,16 +495,17 @@ struct Attended {
     return result;
   }
 
-  // Positions behind these. Where a row sees none of them, nothing changes.
+  // Add the attention over later positions. Where a row sees none of them, nothing changes.
   FUNCTION void add(const Attended& other) {
     for (int row = 0; row < 2; row++) {
       f32 largest = fmaxf(top[row], other.top[row]), base = largest == NOTHING ? 0 : largest;
-      f32 own = exp2_of(top[row] - base), others = exp2_of(other.top[row] - base);
-      total[row] = total[row] * own + other.total[row] * others;
+      f32 factor = exp2_of(top[row] - base), other_factor = exp2_of(other.top[row] - base);
+      total[row] = total[row] * factor + other.total[row] * other_factor;
 #pragma unroll
       for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-        for (int j = 2 * row; j < 2 * row + 2; j++) sums[tile][j] = sums[tile][j] * own + other.sums[tile][j] * others;
+        for (int j = 2 * row; j < 2 * row + 2; j++)
+          sums[tile][j] = sums[tile][j] * factor + other.sums[tile][j] * other_factor;
       top[row] = largest;
     }
   }
@@ -544,22 +545,23 @@ struct Attention {
       u32 weights[4];
 #pragma unroll
       for (int row = 0; row < 2; row++) {
-        f32 own[4], largest = NOTHING;
+        f32 row_scores[4], largest = NOTHING;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           bool is_seen = sees(row, start + i / 2 * 8 + 2 * t + i % 2);
-          own[i] = is_seen ? soften(scores[i / 2][2 * row + i % 2] * scale, cap) * LOG2_E : NOTHING;
-          largest = fmaxf(largest, own[i]);
+          row_scores[i] = is_seen ? soften(scores[i / 2][2 * row + i % 2] * scale, cap) * LOG2_E : NOTHING;
+          largest = fmaxf(largest, row_scores[i]);
         }
         largest = fmaxf(result.top[row], largest_of_4(largest));
         f32 base = largest == NOTHING ? 0 : largest, factor = exp2_of(result.top[row] - base), sum = 0;
-        for (int i = 0; i < 4; i++) sum += own[i] = exp2_of(own[i] - base);
+        for (int i = 0; i < 4; i++) sum += row_scores[i] = exp2_of(row_scores[i] - base);
         result.total[row] = result.total[row] * factor + sum_of<4>(sum);
         result.top[row] = largest;
 #pragma unroll
         for (int tile = 0; tile < Attended::TILES; tile++)
           result.sums[tile][2 * row] *= factor, result.sums[tile][2 * row + 1] *= factor;
-        weights[row] = narrow_pair(own[0], own[1]), weights[2 + row] = narrow_pair(own[2], own[3]);
+        weights[row] = narrow_pair(row_scores[0], row_scores[1]);
+        weights[2 + row] = narrow_pair(row_scores[2], row_scores[3]);
       }
       const u16* value = values + (i64)start * HEAD_DIM + 2 * g;
 #pragma unroll
@@ -595,29 +597,29 @@ attention(const u16* queries, const u16* keys, const u16* values, const int* row
   int shared_by = heads / kv_heads, tiles = (row_tokens * shared_by + QUERIES - 1) / QUERIES;
   int kv_head = blockIdx.x / tiles, first = blockIdx.x % tiles * QUERIES;
   i64 first_token = (i64)blockIdx.y * row_tokens, cache = ((i64)rows[first_token] * kv_heads + kv_head) * cache_length;
-  Attention own{keys + cache * HEAD_DIM, values + cache * HEAD_DIM, positions[first_token + row_tokens - 1], {}, window,
-                scale, cap, {}};
-  i64 places[2];
+  Attention block{keys + cache * HEAD_DIM, values + cache * HEAD_DIM, positions[first_token + row_tokens - 1], {},
+                  window, scale, cap, {}};
+  i64 offsets[2];
   for (int row = 0; row < 2; row++) {
     int index = first + g + 8 * row;
     bool is_there = index < row_tokens * shared_by;
     i64 token = first_token + (is_there ? index / shared_by : 0);
-    own.position[row] = is_there ? positions[token] : -1;
-    places[row] = (token * heads + kv_head * shared_by + index % shared_by) * HEAD_DIM + 4 * t;
+    block.position[row] = is_there ? positions[token] : -1;
+    offsets[row] = (token * heads + kv_head * shared_by + index % shared_by) * HEAD_DIM + 4 * t;
 #pragma unroll
     for (int tile = 0; tile < HEAD_DIM / 16; tile++) {
-      uint2 numbers = is_there ? *(const uint2*)(queries + places[row] + tile * 16) : uint2{0, 0};
-      own.query[tile][row] = numbers.x, own.query[tile][2 + row] = numbers.y;
+      uint2 numbers = is_there ? *(const uint2*)(queries + offsets[row] + tile * 16) : uint2{0, 0};
+      block.query[tile][row] = numbers.x, block.query[tile][2 + row] = numbers.y;
     }
   }
-  int last_chunk = own.last / CHUNK;  // Of what the row's first token sees the first; others see nothing before it.
+  int last_chunk = block.last / CHUNK;  // Of what the row's first token sees the first; others see nothing before it.
   int first_chunk = window ? max(0, positions[first_token] - window + 1) / CHUNK : 0;
   bool is_split = gridDim.z > 1;
   f32* chunks = partial + (i64)(blockIdx.y * gridDim.x + blockIdx.x) * gridDim.z * Attended::SIZE * 32;
   if (warp == 0) Attended{}.save(before);
   for (int chunk = is_split ? blockIdx.z : first_chunk; chunk <= last_chunk; chunk++) {
     if (chunk >= first_chunk) {
-      Attended part = own.over(chunk * CHUNK + warp * SPAN);
+      Attended part = block.over(chunk * CHUNK + warp * SPAN);
       for (int next = 1; next < ATTENDING_WARPS; next++) {  // In the order of positions.
         if (warp == next) part.save(exchanged);
         __syncthreads();
@@ -642,21 +644,21 @@ attention(const u16* queries, const u16* keys, const u16* values, const int* row
     all = Attended::load(before, false);
   }
   for (int row = 0; warp == 0 && row < 2; row++) {
-    if (own.position[row] < 0) continue;
+    if (block.position[row] < 0) continue;
 #pragma unroll
     for (int tile = 0; tile < HEAD_DIM / 16; tile++) {
       f32 total = all.total[row];
       const f32 *even = all.sums[2 * tile] + 2 * row, *odd = all.sums[2 * tile + 1] + 2 * row;
       uint2 numbers = {narrow_pair(even[0] / total, odd[0] / total), narrow_pair(even[1] / total, odd[1] / total)};
-      *(uint2*)(attended + places[row] + tile * 16) = numbers;
+      *(uint2*)(attended + offsets[row] + tile * 16) = numbers;
     }
   }
 }
 
 // ----------------------------------------------------------------------------------------------------- small kernels
 
-// The tokens of a pass: block m has token first_token + m % row_tokens of row first_row + m / row_tokens, of ids
-// [.., stride]. Their embeddings are rows of the table [vocab, width]. Ids that are none have zeros.
+// Look up the embeddings of a pass: block m has token first_token + m % row_tokens of row first_row + m / row_tokens,
+// of ids [.., stride]. Embeddings are rows of the table [vocab, width]; ids outside of it have zeros.
 #define EMBEDDING(bits, has_offsets)                                                                                  \
   KERNEL(128)                                                                                                         \
   begin_##bits##_##has_offsets(WEIGHT_PARAMETERS, const i64* ids, int stride, const i64* write_indices, int first_row, \
@@ -683,22 +685,22 @@ FUNCTION void begin(const Format& table, const i64* ids, int stride, const i64* 
 KERNEL(128)
 add_normalized(const f32* x, const f32* gamma, f32 epsilon, int width, f32* stream) {
   __shared__ f32 scale;
-  const f32* own = x + (i64)blockIdx.x * width;
+  const f32* token = x + (i64)blockIdx.x * width;
   if (threadIdx.x < 32) {
-    f32 squares = squares_of([&](int k) { return own[k]; }, width);
+    f32 squares = squares_of([&](int k) { return token[k]; }, width);
     if (threadIdx.x == 0) scale = reciprocal_rms(squares, width, epsilon);
   }
   __syncthreads();
   for (int k = threadIdx.x; k < width; k += blockDim.x)
-    stream[(i64)blockIdx.x * width + k] += own[k] * scale * gamma[k];
+    stream[(i64)blockIdx.x * width + k] += token[k] * scale * gamma[k];
 }
 
-// Keep the stream of tokens whose logits are wanted: block m has number m % wanted of row m / wanted, and copies it
-// where it is one of this pass.
+// Copy the stream of tokens whose logits are wanted, where they are in this pass: block m has number m % num_logits of
+// row m / num_logits.
 KERNEL(128)
-keep_wanted(const f32* stream, const i64* logits_indices, int wanted, int first_row, int pass_rows, int first_token,
+keep_wanted(const f32* stream, const i64* logits_indices, int num_logits, int first_row, int pass_rows, int first_token,
             int row_tokens, int width, f32* kept) {
-  int row = blockIdx.x / wanted - first_row;
+  int row = blockIdx.x / num_logits - first_row;
   i64 token = logits_indices[blockIdx.x] - first_token;
   if (row < 0 || row >= pass_rows || token < 0 || token >= row_tokens) return;
   for (int k = threadIdx.x; k < width; k += blockDim.x)

@@ -1,4 +1,4 @@
-"""The kernels in ``decoder.cu``: a method each, which queues it, in the order in which a token goes through them."""
+"""The kernels in ``decoder.cu``. A method queues each, in the order of a forward pass."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Buffers:
-    """What kernels leave for the next ones. The first axis is at least the tokens of a pass."""
+    """Memory between kernels. ``tokens`` is at least the tokens of a pass."""
 
     stream: DeviceArray
     """[tokens, width] float32: the residual stream"""
@@ -96,7 +96,7 @@ class DecoderKernels:
         self._device, self._decoder = device, decoder
         self.weights = weights
         self.buffers: Buffers
-        """There before the first launch."""
+        """Memory between kernels; set before the first launch."""
         linears = [decoder.head]
         for layer in decoder.layers:
             linears += [layer.heads, layer.output, layer.gate_up, layer.down]
@@ -105,7 +105,7 @@ class DecoderKernels:
         device.add_kernels(source(decoder.dtype, decoder.head_dim, *forms), threads(*forms), prefix=self._prefix)
 
     def begin(self, tokens: Tokens, feed: Feed, first_cache_row: int) -> None:
-        """Look up the embeddings of ``tokens``, and where they stand."""
+        """Look up the embeddings of ``tokens``, and their rows and positions in the cache."""
         decoder, buffers = self._decoder, self.buffers
         self._launch(
             f"begin_{format_of(decoder.embedding)}",
@@ -149,12 +149,12 @@ class DecoderKernels:
             *(_bits(attention.scale), _bits(attention.softcap), buffers.partial, buffers.counters, buffers.attended),
         )
 
-    def add_projected(self, given: DeviceArray, count: int, linear: Linear, norm: Norm | None) -> None:
-        """Add the projection of ``given``, with a norm behind it where there is one, to the stream."""
+    def add_projected(self, inputs: DeviceArray, count: int, linear: Linear, norm: Norm | None) -> None:
+        """Add the projection of ``inputs``, then normalized if there is a ``norm``, to the stream."""
         buffers = self.buffers
         residual, to = (_NONE, buffers.projected) if norm else (buffers.stream, buffers.stream)
         sizes = (linear.inputs, count, linear.outputs)
-        self._product("added", linear, linear.outputs, count, self._tensor(linear.bias), given, *sizes, residual, to)
+        self._product("added", linear, linear.outputs, count, self._tensor(linear.bias), inputs, *sizes, residual, to)
         if norm:
             arguments = (buffers.projected, *self._norm(norm), linear.outputs, buffers.stream)
             self._launch("add_normalized", (count, 1, 1), *arguments)
@@ -170,11 +170,11 @@ class DecoderKernels:
 
     def keep_wanted(self, tokens: Tokens, feed: Feed) -> None:
         """Keep the stream of those of ``tokens`` whose logits are wanted."""
-        buffers, (batch, wanted) = self.buffers, feed.logits_indices.shape
+        buffers, (batch, num_logits) = self.buffers, feed.logits_indices.shape
         self._launch(
             "keep_wanted",
-            (batch * wanted, 1, 1),
-            *(buffers.stream, feed.logits_indices, wanted),
+            (batch * num_logits, 1, 1),
+            *(buffers.stream, feed.logits_indices, num_logits),
             *(tokens.first_row, tokens.rows, tokens.first_token, tokens.row_tokens),
             *(self._decoder.width, buffers.wanted),
         )
@@ -205,16 +205,16 @@ class DecoderKernels:
 
 
 def attention_blocks(decoder: Decoder, tokens: Tokens) -> tuple[int, int]:
-    """The blocks that the queries of a head of keys are divided between, and those that positions are: 1 of prompts."""
+    """Numbers of blocks of a key-value head along its queries and along positions. Prompts have 1 along positions."""
     tiles = -(-tokens.row_tokens * (decoder.num_heads // decoder.num_kv_heads) // _QUERIES)
     return tiles, -(-decoder.cache_length // CHUNK) if tokens.row_tokens <= _BLOCK_TOKENS else 1
 
 
 def partial_size(decoder: Decoder) -> int:
-    """Numbers of a block's part of attention: see ``Attended`` in decoder.cu."""
+    """Count of float32 numbers of a block's part of attention: see ``Attended`` in decoder.cu."""
     return 32 * (decoder.head_dim // 2 + 4)
 
 
 def _bits(value: float) -> int:
-    """A float32 as the integer with its bits, as kernels take 32-bit numbers."""
+    """The bits of a float32 as an integer: arguments of kernels are 32-bit integers."""
     return int(np.float32(value).view(np.int32))

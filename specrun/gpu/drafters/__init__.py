@@ -1,4 +1,4 @@
-"""What proposes draft tokens for a round on a GPU."""
+"""Drafters for a round on a GPU."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class DraftProbs:
     """The distributions that draft tokens were drawn from, in memory of the target's device."""
 
     distributions: DeviceArray
-    """DISTRIBUTION [B, draft_len]."""
+    """DISTRIBUTION [B, draft_len]"""
     logits: DeviceArray
-    """float32. The logits of two rows lie ``row_stride`` elements apart, those of two draft steps ``step_stride``."""
+    """Logits, float32: two rows are ``row_stride`` elements apart, two draft steps ``step_stride``."""
     step_stride: int
     row_stride: int
     vocab: int
-    """The drafter proposes only ids below this."""
+    """Number of ids that the drafter proposes: 0 .. vocab - 1."""
 
 
 class DeviceDrafter(BaseDrafter, ABC):
     """Proposes for a round on a device: draft tokens are written behind the committed tokens of the round's rows.
 
-    A round of ``batch`` rows and ``draft_len`` calls ``prepare``, ``queue_ahead``, ``queue``, ``queue_behind``. Where
-    ``needs_host`` is false, a round behind one of the same length that is not read yet leaves ``prepare`` out.
+    A round of ``batch`` rows and ``draft_len`` calls ``prepare``, ``queue_ahead``, ``queue``, ``queue_behind``. A round
+    that is queued before the last one is read does not call ``prepare``; ``needs_host`` must be false for it.
     """
 
     devices: Sequence[Device]
@@ -48,7 +48,7 @@ class DeviceDrafter(BaseDrafter, ABC):
 
     @abstractmethod
     def probs(self, draft_len: int) -> DraftProbs:
-        """What the draft tokens of a round of ``draft_len`` are drawn from."""
+        """The distributions of draft tokens in a round of ``draft_len``."""
 
     def warm_up(self) -> None:
         """Queue prompts of every batch size. Called before any request."""
@@ -61,7 +61,7 @@ class DeviceDrafter(BaseDrafter, ABC):
 
     @abstractmethod
     def prepare(self, requests: Sequence[Request], plan: DraftPlan) -> int:
-        """Do what a round by ``plan`` needs first. Returns the round's draft length; 0: nothing is proposed."""
+        """Prepare a round of ``plan``. Returns the round's draft length; 0: nothing is proposed."""
 
     def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
         """Queue the part of drafting that another device does. It is not part of the round's capture.
@@ -76,8 +76,8 @@ class DeviceDrafter(BaseDrafter, ABC):
         """Queue the part of drafting that the target's device does. It is captured with the round.
 
         steps: the draft tokens of a round that are drawn; all, unless ``draws_one_by_one``. masks: uint32 [batch, 1,
-        words], which tokens may come; only given where ``draws_one_by_one``, for one step.
+        words], the allowed tokens; only with ``draws_one_by_one``, for one step.
         """
 
     def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
-        """Queue what another device must do after the round. records: int64 [batch, record_len], see ``Record``."""
+        """Queue the work of another device after the round. records: int64 [batch, record_len], see ``Record``."""

@@ -1,4 +1,4 @@
-"""A draft model on a device: the target's, or one of its own."""
+"""A draft model on the target's device, or on another one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specrun.sampling.sampler import NON_FINITE_LOGITS
 
 
 class DeviceModelDrafter(DeviceDrafter):
-    """On the target's device, drafting is captured together with the round."""
+    """A draft model on the target's device. Drafting is captured together with the round."""
 
     draws_one_by_one = True
     keeps_to_target = False
@@ -62,7 +62,7 @@ class DeviceModelDrafter(DeviceDrafter):
 
     @override
     def prepare(self, requests: Sequence[Request], plan: DraftPlan) -> int:
-        """The draft reads what it has missed, up to what the first step feeds."""
+        """Prefill the tokens that the draft lacks, up to those that the first step feeds."""
         if plan.draft_len:
             texts = [request.tokens[: -self._first_step_len(plan.draft_len)] for request in requests]
             longest = max(map(len, texts))
@@ -78,37 +78,37 @@ class DeviceModelDrafter(DeviceDrafter):
 
     @override
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """A row drafts fewer tokens than asked for only where the draft failed.
+        """A row drafts fewer tokens than planned only where the draft failed.
 
-        Or a constraint left none of them, which ends a draft as on the host.
+        Constrained rows do so also where their grammar allows no token of the draft.
         """
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True) if draft_len else ()):
             self.runner.end_round(row, request, outcome, self._num_read(outcome))
-            asked = 0 if request.matcher else request.num_draft_tokens(draft_len)
-            if isinstance(outcome, Outcome) and outcome.drafted < asked:
-                request.stop_drafting(BackendError(NON_FINITE_LOGITS))  # The device knows it already.
+            planned = 0 if request.matcher else request.num_draft_tokens(draft_len)
+            if isinstance(outcome, Outcome) and outcome.drafted < planned:
+                request.stop_drafting(BackendError(NON_FINITE_LOGITS))  # The kernel ``accept`` has stopped it too.
 
     def _passes(self, draft_len: int) -> tuple[int, int]:
-        """How many draft tokens of a row one pass gives logits of, and how many passes a round of ``draft_len`` has."""
+        """Draft tokens of a row with logits in one pass, and passes in a round of ``draft_len``."""
         return 1, draft_len
 
     def _first_step_len(self, draft_len: int) -> int:
-        """Tokens of the first step of a round of ``draft_len``."""
+        """Number of tokens in the first step of a round of ``draft_len``."""
         return FIRST_DRAFT_STEP_LEN
 
     def _query_len(self, draft_len: int) -> int:
-        """The most tokens of one pass in a round of ``draft_len``."""
+        """Maximum number of tokens of a row in one pass, in a round of ``draft_len``."""
         return self._first_step_len(draft_len)
 
     def _num_read(self, outcome: Outcome | SpecError) -> int:
-        """How many of a round's accepted draft tokens the cache holds. The last draft token was not fed."""
+        """Number of a round's accepted draft tokens in the cache. The last draft token was not fed."""
         return max(0, num_accepted(outcome) - 1)
 
     def _draft(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None = None) -> None:
         """Draft tokens ``steps`` of rows 0 .. batch, one step after the other."""
         rows, first = self._rows, self._first_step_len(draft_len)
         for step in steps:
-            # The first step feeds as many tokens always: feeding one again changes nothing, and shapes stay the same.
+            # The first step always feeds the same number of tokens: feeding one again changes nothing.
             offset, count = (-first, first) if step == 0 else (step - 1, 1)
             logits = self.runner.forward(batch, rows, offset, count, step - 1, 1, step)
             self._sample(logits, step, draft_len, masks)
@@ -126,44 +126,46 @@ class DeviceModelDrafter(DeviceDrafter):
 
 
 class RemoteModelDrafter(DeviceModelDrafter):
-    """On another device than the target's, it has rows of its own there.
+    """A draft model on another device than the target's, with its own copy of the rows.
 
-    Draft tokens go to the target's device before they are verified; what was committed comes back.
+    Draft tokens go to the target's device before they are verified; committed tokens come back.
     """
 
     draws_one_by_one = False
 
     def __init__(self, backend: DeviceBackend, rows: DeviceRows, captures: bool) -> None:
         """rows: the round's, on the target's device; captures: whether drafting is captured."""
-        here, there = rows.device, backend.device
-        super().__init__(backend, rows.on(there))
+        target_device, draft_device = rows.device, backend.device
+        super().__init__(backend, rows.on(draft_device))
         self.captured = ()
         self.other_rows = self._rows
         self._target_rows = rows
         drawn, (max_rows, length) = self._drawn, self._drawn.distributions.shape
-        distributions, logits = (here.zeros(array.shape, array.dtype) for array in (drawn.distributions, drawn.logits))
-        self._sent = replace(drawn, distributions=distributions, logits=logits)
-        self._packed, self._received = (device.zeros((max_rows * length,), np.int64) for device in (there, here))
-        self._records = there.zeros((max_rows * record_len(length),), np.int64)
+        distributions = target_device.zeros(drawn.distributions.shape, DISTRIBUTION)
+        logits = target_device.zeros(drawn.logits.shape, np.float32)
+        self._sent_probs = replace(drawn, distributions=distributions, logits=logits)
+        self._packed = draft_device.zeros((max_rows * length,), np.int64)
+        self._received = target_device.zeros((max_rows * length,), np.int64)
+        self._records = draft_device.zeros((max_rows * record_len(length),), np.int64)
         self._captures = Captures(captures, [backend])
 
     @override
     def probs(self, draft_len: int) -> DraftProbs:
-        """They are sent to the target's device."""
-        return self._sent
+        """The copies on the target's device."""
+        return self._sent_probs
 
     @override
     def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
-        here, there = self._target_rows.device, self._rows.device
+        target_device, draft_device = self._target_rows.device, self._rows.device
         if not draft_len:
-            here.wait_for(there)  # It may be copying the records of the round before.
+            target_device.wait_for(draft_device)  # It may be copying the records of the round before.
             return True
-        steady = self._captures.queue(there, (batch, draft_len), lambda: self._draft_and_pack(batch, draft_len))
-        here.wait_for(there)
-        here.copy(*(array.part(0, (batch, draft_len)) for array in (self._received, self._packed)))
+        steady = self._captures.queue(draft_device, (batch, draft_len), lambda: self._draft_and_pack(batch, draft_len))
+        target_device.wait_for(draft_device)
+        target_device.copy(*(array.part(0, (batch, draft_len)) for array in (self._received, self._packed)))
         if sends_logits:
-            here.copy(self._sent.distributions, self._drawn.distributions)
-            here.copy(self._sent.logits, self._drawn.logits)
+            target_device.copy(self._sent_probs.distributions, self._drawn.distributions)
+            target_device.copy(self._sent_probs.logits, self._drawn.logits)
         return steady
 
     @override
@@ -172,15 +174,15 @@ class RemoteModelDrafter(DeviceModelDrafter):
 
     @override
     def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
-        there = self._rows.device
-        there.wait_for(self._target_rows.device)
+        draft_device = self._rows.device
+        draft_device.wait_for(self._target_rows.device)
         decided = self._records.part(0, (batch, record_len(draft_len)))
-        there.copy(decided, records)
+        draft_device.copy(decided, records)
         calls.commit_records(self._rows, batch=batch, draft_len=draft_len, records=decided)
 
     @override
     def close(self) -> None:
-        """A capture must go before the engine in it."""
+        """Captures are freed before the engine in them."""
         self._captures.clear()
         super().close()
 

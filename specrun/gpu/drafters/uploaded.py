@@ -19,10 +19,10 @@ from specrun.request.request import Outcome, Request
 
 
 class UploadedDrafter(DeviceDrafter):
-    """Acceptance takes its drafts for deterministic, whatever they were drawn from.
+    """A host drafter. Acceptance treats its drafts as deterministic, even if they were sampled.
 
-    That is exact: a token that did not depend on the target's noise is accepted with its probability p, and what
-    replaces it comes from p without it. A draft model's own probabilities would accept more, but are not uploaded.
+    That is exact: a token that does not depend on the target's noise is accepted with its probability p, and its
+    replacement is drawn from p without it. A draft model's probabilities would accept more, but are not uploaded.
     """
 
     needs_host = True
@@ -34,8 +34,8 @@ class UploadedDrafter(DeviceDrafter):
         self.devices: Sequence[Device] = [rows.device]
         self._rows = rows
         distributions = rows.device.zeros((rows.max_rows, rows.max_draft_len), DISTRIBUTION)
-        nothing = rows.device.zeros((1,), np.float32)  # Logits of deterministic drafts are not looked at.
-        self._probs = DraftProbs(distributions, nothing, 0, 0, rows.vocab)
+        no_logits = rows.device.zeros((1,), np.float32)  # Acceptance reads no logits of deterministic drafts.
+        self._probs = DraftProbs(distributions, no_logits, 0, 0, rows.vocab)
         self._uploads = rows.device.zeros((rows.max_rows, 1 + rows.max_draft_len), np.int64)
 
     @override
@@ -58,7 +58,7 @@ class UploadedDrafter(DeviceDrafter):
 
     @override
     def queue(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
-        """The host's drafter has masked them."""
+        """``masks`` are not used: the host's drafter applies them."""
         uploads = self._uploads.part(0, (batch, 1 + draft_len))
         calls.place_drafts(self._rows, uploads=uploads, q=self._probs.distributions)
 

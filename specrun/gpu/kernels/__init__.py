@@ -33,7 +33,7 @@ COOPERATIVE = frozenset({"apply_penalties", "sample_draft", "sample_target", "ac
 
 
 def source() -> str:
-    """The text of ``round.cu``, behind the header of what the host knows too."""
+    """The text of ``round.cu``, behind the header of what the host shares."""
     text = (resources.files(__package__) / "round.cu").read_text(encoding="utf-8")
     return f'{header()}#line 1 "round.cu"\n{text}'  # Compilers then name its own lines.
 

@@ -1,7 +1,7 @@
 """Calls of the kernels in ``round.cu``: a function each, which queues it over the right grid.
 
 A parameter has the name that it has in ``round.cu``, where it is explained. Sizes come from the shapes of arrays, and
-what is always passed of the rows comes from ``RowState``.
+arguments about rows from ``RowState``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import Protocol
 
 from specrun.devices import Device, DeviceArray
 
-_MOST_BLOCKS = 32
-"""The most blocks that work on a row."""
+_MAX_BLOCKS = 32
+"""Maximum number of blocks that work on a row."""
 _LOGITS_OF_A_BLOCK = 1024 * 4
-"""The fewest logits for which another block pays."""
+"""Number of logits for which another block is worth its cost."""
 _BYTES_OF_A_BLOCK = 1 << 14
+"""Number of bytes that a block moves."""
 _COLUMNS_OF_A_BLOCK = 256
-"""Columns of a Markov head's W2 in a block, one a thread."""
+"""Number of columns of a Markov head's W2 in a block, one a thread."""
 
 
 class RowState(Protocol):
@@ -40,12 +41,12 @@ class RowState(Protocol):
 
 
 def blocks_per_group(groups: int, vocab: int, multiprocessors: int) -> int:
-    """How many blocks each of ``groups`` thread groups has: all run at the same time, a block on a multiprocessor."""
-    return max(1, min(multiprocessors // groups, -(-vocab // _LOGITS_OF_A_BLOCK), _MOST_BLOCKS))
+    """Number of blocks of each of ``groups`` thread groups, so that all run at the same time, one a multiprocessor."""
+    return max(1, min(multiprocessors // groups, -(-vocab // _LOGITS_OF_A_BLOCK), _MAX_BLOCKS))
 
 
 def blocks_for_bytes(size: int) -> int:
-    """How many blocks move ``size`` bytes."""
+    """Number of blocks that move ``size`` bytes."""
     return max(1, -(-size // _BYTES_OF_A_BLOCK))
 
 
@@ -82,12 +83,12 @@ def begin_states(
     keep_indices: DeviceArray,
     advances: DeviceArray,
 ) -> None:
-    """Fill what recurrent layers are told of a pass that ``feed`` prepared for rows 0 .. B.
+    """Fill the inputs of recurrent layers for a pass that ``feed`` prepared for rows 0 .. B.
 
     ``write_indices``, ``state_indices`` and ``keep_indices`` [B], ``read`` [rows]: int64; ``advances`` [B]: int32.
     """
-    told = (read, held_back, replays, state_indices, keep_indices, advances)
-    rows.device.launch("begin_states", (write_indices.shape[0], 1, 1), rows.progress, write_indices, *told)
+    arguments = (read, held_back, replays, state_indices, keep_indices, advances)
+    rows.device.launch("begin_states", (write_indices.shape[0], 1, 1), rows.progress, write_indices, *arguments)
 
 
 def apply_penalties(
@@ -123,7 +124,7 @@ def apply_markov(rows: RowState, *, logits: DeviceArray, step: int, w1: DeviceAr
 def sample_draft(
     rows: RowState, *, logits: DeviceArray, vocab: int, draft_len: int, step: int, distributions: DeviceArray
 ) -> None:
-    """Sample a draft token of each row from ``logits`` [B, 1, stride], and write its DISTRIBUTION down."""
+    """Sample a draft token of each row from ``logits`` [B, 1, stride], and write its DISTRIBUTION."""
     batch, _, stride = logits.shape
     state = _state(rows, draft_len)
     _launch(rows, "sample_draft", batch, 1, vocab, logits, stride, vocab, *state, step, distributions)
@@ -132,7 +133,7 @@ def sample_draft(
 def sample_target(
     rows: RowState, *, logits: DeviceArray, adjusted: DeviceArray, distributions: DeviceArray, chosen: DeviceArray
 ) -> None:
-    """Find the target's DISTRIBUTION of each of ``logits`` [B, draft_len + 1, vocab], and its tokens (int32)."""
+    """Write the target's DISTRIBUTION of each of ``logits`` [B, draft_len + 1, vocab], and its tokens (int32)."""
     batch, positions, vocab = logits.shape
     state = (rows.progress, positions - 1, rows.sampling)
     _launch(rows, "sample_target", batch, positions, vocab, logits, adjusted, vocab, *state, distributions, chosen)
@@ -152,7 +153,7 @@ def accept(
     adjusted: DeviceArray,
     records: DeviceArray,
 ) -> None:
-    """Accept draft tokens, commit them with the target's own one, and write the ``records`` [B, record_len]."""
+    """Accept draft tokens, commit them with the target's next token, and write the ``records`` [B, record_len]."""
     batch, positions, vocab = target_logits.shape
     state = _state(rows, positions - 1)
     draft = (q, draft_logits, step_stride, draft_stride, draft_vocab)
@@ -160,15 +161,15 @@ def accept(
     _launch(rows, "accept", batch, 1, vocab, *state, *draft, *target, rows.stop_ids, rows.counts, records)
 
 
-def log_probabilities(rows: RowState, *, logits: DeviceArray, records: DeviceArray, found: DeviceArray) -> None:
-    """Write the log-probabilities of what ``records`` tell to ``found`` [B, draft_len + 1, 1 + MAX_LOGPROBS]."""
+def log_probabilities(rows: RowState, *, logits: DeviceArray, records: DeviceArray, logprobs: DeviceArray) -> None:
+    """Write the log-probabilities of tokens in ``records`` to ``logprobs`` [B, draft_len + 1, 1 + MAX_LOGPROBS]."""
     batch, positions, vocab = logits.shape
-    arguments = (logits, vocab, positions - 1, rows.sampling, records, found)
+    arguments = (logits, vocab, positions - 1, rows.sampling, records, logprobs)
     _launch(rows, "log_probabilities", batch, positions, vocab, *arguments)
 
 
 def place_drafts(rows: RowState, *, uploads: DeviceArray, q: DeviceArray) -> None:
-    """Write the host's draft tokens behind the rows' texts, and certainty to ``q`` [B, draft_len].
+    """Write the host's draft tokens behind the rows' texts, and deterministic DISTRIBUTIONs to ``q`` [B, draft_len].
 
     uploads: [B, 1 + draft_len] int64, how many draft tokens of a row and which.
     """
@@ -184,7 +185,7 @@ def move_drafts(rows: RowState, *, batch: int, draft_len: int, packed: DeviceArr
 
 
 def commit_records(rows: RowState, *, batch: int, draft_len: int, records: DeviceArray) -> None:
-    """Commit what ``records`` [B, record_len] say that another device's rows have committed."""
+    """Commit the tokens that another device has committed, by its ``records`` [B, record_len]."""
     state = (*_state(rows, draft_len), rows.stop_ids, rows.counts, rows.counts.shape[1])
     rows.device.launch("commit_records", (batch, 1, 1), *state, records)
 
@@ -210,7 +211,7 @@ def swap_rows(
     *,
     tensors: DeviceArray,
     length: int,
-    one: int,
+    row: int,
     other: int,
     positions: int,
     heads: int,
@@ -218,7 +219,7 @@ def swap_rows(
 ) -> None:
     """Exchange the first ``positions`` of two rows; ``heads`` and ``size``: the largest of all tensors."""
     grid = (blocks_for_bytes(positions * size), heads, tensors.shape[0])
-    device.launch("swap_rows", grid, tensors, length, one, other, positions)
+    device.launch("swap_rows", grid, tensors, length, row, other, positions)
 
 
 def write_positions(
@@ -240,18 +241,18 @@ def write_positions(
 def take_states(
     device: Device, *, tensors: DeviceArray, first: int, batch: int, advances: DeviceArray, size: int
 ) -> None:
-    """Let what a pass has left of ``batch`` rows become the states of rows from ``first`` on; ``size``: the largest."""
+    """Copy the states that a pass has written to its ``batch`` rows from ``first`` on; ``size``: the largest's."""
     grid = (blocks_for_bytes(size), batch, tensors.shape[0])
     device.launch("take_states", grid, tensors, first, advances)
 
 
-def swap(device: Device, *, one: DeviceArray, other: DeviceArray) -> None:
-    """Exchange what two arrays of the same size hold."""
-    device.launch("swap", (blocks_for_bytes(one.nbytes), 1, 1), one, other, one.nbytes)
+def swap(device: Device, *, array: DeviceArray, other: DeviceArray) -> None:
+    """Exchange the contents of two arrays of the same size."""
+    device.launch("swap", (blocks_for_bytes(array.nbytes), 1, 1), array, other, array.nbytes)
 
 
 def _state(rows: RowState, draft_len: int) -> tuple[DeviceArray | int, ...]:
-    """What most kernels are told of the rows in a round of ``draft_len``."""
+    """The arguments about rows that most kernels take, in a round of ``draft_len``."""
     return rows.tokens, rows.tokens.shape[1], rows.progress, draft_len, rows.sampling
 
 

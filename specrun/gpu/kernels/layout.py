@@ -1,6 +1,6 @@
-"""What the host and the kernels lay out alike: structs, numbers and limits. Their C text is made from here.
+"""The structs, numbers and limits that the host and the kernels share. Their C text is made from these.
 
-``header`` is put in front of ``round.cu``. Sizes and offsets that a compiler sees otherwise do not compile.
+``header`` is put in front of ``round.cu``. It does not compile where a compiler's sizes or offsets differ from numpy's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ MAX_VOCAB = 1 << 19
 """Largest vocabulary: the kernels add up this many weights of at most 1 in 64-bit fixed point."""
 IN_PROMPT = np.uint32(1 << 31)
 """The bit of a token's count which says that the token is in the prompt; the others count it in the output."""
-_MAX_SUMS = 7  # That the threads of a row add up at once.
+_MAX_SUMS = 7
+"""Maximum number of sums in one reduction of the threads of a row."""
 
 SAMPLING = np.dtype(
     [
@@ -51,7 +52,7 @@ PROGRESS = np.dtype(
 """Progress of a row: its length, and its tokens that remain."""
 
 TOKEN_VALUE = np.dtype([("id", "<i4"), ("value", "<f4")])
-"""A token id and what belongs to it: its bias, its log-probability."""
+"""A token id with its bias or its log-probability."""
 
 DISTRIBUTION = np.dtype(
     [
@@ -66,8 +67,8 @@ DISTRIBUTION = np.dtype(
 
 CACHE_TENSOR = np.dtype(
     [
-        ("rows", "<u8"),  # The address of [rows, heads, length] positions.
-        ("pool", "<u8"),  # Of [blocks, heads, BLOCK] positions, or of what a pass leaves: [B, heads, query_len].
+        ("rows", "<u8"),  # Address of [rows, heads, length] positions.
+        ("pool", "<u8"),  # Address of [blocks, heads, BLOCK] positions, or of a pass's outputs [B, heads, query_len].
         ("heads", "<i4"),
         ("size", "<i4"),  # Bytes of a position: an even number.
     ]
@@ -78,7 +79,7 @@ BARRIER = np.dtype(
     [
         ("arrived", "<u4"),  # Arrivals of blocks since the kernel began.
         ("left", "<u4"),  # Blocks that have ended.
-        ("values", "<u8", (3, _MAX_SUMS)),  # What they combine in this phase, in the next and in the one before.
+        ("values", "<u8", (3, _MAX_SUMS)),  # Values of a reduction in this phase, in the next and in the one before.
     ]
 )
 """The barrier of the blocks that work on one row. All zeros before a kernel and after it."""
@@ -95,10 +96,10 @@ STRUCTS = {
 
 
 class Record(enum.IntEnum):
-    """Indices into a row's record of 64-bit integers, which holds what a round decided for the row."""
+    """Indices into a row's record of 64-bit integers, the result of a round."""
 
-    DRAFTED = 0  # How many tokens were drafted: fewer than asked for where the draft failed.
-    ACCEPTED = 1  # How many of them stand.
+    DRAFTED = 0  # Number of draft tokens: fewer than planned where the draft failed.
+    ACCEPTED = 1  # Number of accepted ones.
     NEXT_TOKEN = 2  # The target's token after them; -1 where its logits were not numbers.
     DRAFTS = 3  # The first of the draft tokens, which are the rest.
 
@@ -129,26 +130,26 @@ C_TYPES = {"<i4": "int", "<u4": "u32", "<i8": "i64", "<u8": "u64", "<f4": "float
 
 def header() -> str:
     """The C text that goes in front of the kernels: types, constants, enums and structs."""
-    lines = ["// Made by kernels/layout.py, where everything is explained."]
+    lines = ["// Made by kernels/layout.py, which explains it."]
     lines += [f"typedef {meaning} {name};" for name, meaning in _TYPES.items()]
     lines.append(f"enum {{ {_values(_CONSTANTS)} }};")
     lines.append(f"const u32 IN_PROMPT = {int(IN_PROMPT)}u;")
     for kind in (Purpose, Record):
-        lines.append(f"enum {kind.__name__} {{ {_values({one.name: one.value for one in kind})} }};")
+        lines.append(f"enum {kind.__name__} {{ {_values({member.name: member.value for member in kind})} }};")
     lines += [struct(name, dtype) for name, dtype in STRUCTS.items()]
     return "\n".join([*lines, ""])
 
 
 def struct(name: str, dtype: np.dtype[Any]) -> str:
-    """A struct in C, and checks that it and its fields lie as numpy has them."""
-    fields, places = [], []
+    """A struct in C, and checks that its size and offsets are numpy's."""
+    fields, offsets = [], []
     for field, (kind, offset, *_) in (dtype.fields or {}).items():
         element, shape = kind.subdtype or (kind, ())
         fields.append(f"  {C_TYPES[element.str]} {field}{''.join(f'[{size}]' for size in shape)};")
-        places.append(f'static_assert(__builtin_offsetof({name}, {field}) == {offset}, "where {name}.{field} lies");')
+        offsets.append(f'static_assert(__builtin_offsetof({name}, {field}) == {offset}, "where {name}.{field} lies");')
     size = f'static_assert(sizeof({name}) == {dtype.itemsize}, "the size of {name}");'
-    # NVRTC knows no offsets; it lays structs out as the host's compiler does.
-    return "\n".join([f"struct {name} {{", *fields, "};", size, "#ifndef __CUDACC__", *places, "#endif"])
+    # NVRTC has no offsetof; it lays structs out as the host's compiler does.
+    return "\n".join([f"struct {name} {{", *fields, "};", size, "#ifndef __CUDACC__", *offsets, "#endif"])
 
 
 def _values(values: dict[str, int]) -> str:

@@ -1,13 +1,13 @@
 // A round's arithmetic on the device: from logits to tokens, from draft tokens to committed ones.
 //
-// The same formulas as specrun/sampling/penalties.py, sampling.py and acceptance.py, row by row. Functions of one row are written
-// for a ThreadGroup and know nothing of how many threads there are. The file compiles for CUDA (a group is one thread
-// block or several) and as host C++ (a group is one thread, or some), so what runs on a GPU is tested without one.
+// The formulas of specrun/sampling/penalties.py, sampler.py and acceptance.py, row by row. Functions of one row are
+// written for a ThreadGroup and do not depend on its number of threads. The file compiles for CUDA (a group is one
+// thread block or several) and as host C++ (a group is one thread, or some), so tests need no GPU.
 //
 // All reductions are integer maxima and sums, which do not depend on the order of the threads: a row's result is the
 // same for every size of the group. Masses of probability are summed in fixed point for that reason.
 //
-// What the host knows too (types, numbers, structs) is made by layout.py and stands in front of this file.
+// layout.py writes the types, numbers and structs that the host shares. They stand in front of this file.
 
 #ifdef __CUDACC__
 #define FUNCTION __device__ inline
@@ -21,7 +21,7 @@
 #define FUNCTION inline
 #define KERNEL extern "C"
 #define ROW_KERNEL extern "C"
-// What the launch syntax does on the device: the host's caller walks over the grid, in every thread of a block.
+// As the launch syntax does on the device, the host's caller walks over the grid, in every thread of a block.
 struct Index { u32 x, y, z; };
 static thread_local Index blockIdx, threadIdx;
 static Index blockDim, gridDim;
@@ -65,12 +65,12 @@ class ThreadGroup {
 
   FUNCTION u64 reduce_max(u64 value) {
     u64 values[1] = {value};
-    reduce(values, [](u64 a, u64 b) { return a > b ? a : b; }, [](u64* to, u64 own) { atomicMax(to, own); });
+    reduce(values, [](u64 a, u64 b) { return a > b ? a : b; }, [](u64* to, u64 value) { atomicMax(to, value); });
     return values[0];
   }
   template <int N>
   FUNCTION void reduce_sum(u64 (&values)[N]) {
-    reduce(values, [](u64 a, u64 b) { return a + b; }, [](u64* to, u64 own) { atomicAdd(to, own); });
+    reduce(values, [](u64 a, u64 b) { return a + b; }, [](u64* to, u64 value) { atomicAdd(to, value); });
   }
 
   FUNCTION ~ThreadGroup() {
@@ -138,8 +138,8 @@ class ThreadGroup {
 
   // Make room for the values of the next phase: all blocks have arrived in the one before this, so no block reads the
   // values of the one before that any more.
-  FUNCTION void clear_next(int place) const {
-    if (gridDim.z > 1 && blockIdx.z == 0 && place < MAX_SUMS) barrier->values[(phase + 1) % 3][place] = 0;
+  FUNCTION void clear_next(int index) const {
+    if (gridDim.z > 1 && blockIdx.z == 0 && index < MAX_SUMS) barrier->values[(phase + 1) % 3][index] = 0;
   }
 
   // One thread of each block: wait until all blocks have arrived.
@@ -252,22 +252,22 @@ enum { FEW = 16 };  // Weights that a thread of `select_threshold` keeps.
 
 // The largest v with measure(weights >= v) >= limit, at least d.smallest: the smallest weight to keep, with its ties.
 // It is found three bits at a time, the highest first: by sums alone, since most weights share a few exponents, and
-// counters that many threads want at once are slow. A thread that has few of the weights that begin like v keeps them and
-// looks at no others.
+// counters that many threads want at once are slow. A thread that has few of the weights that begin like v keeps them
+// and reads no others.
 FUNCTION float select_threshold(
     ThreadGroup& group, const float* logits, int vocab, const Distribution& d, Measure measure, u64 limit) {
-  u32 found = 0;   // The bits of v from `shift` + 3 on; weights are at most 1, so the highest two are 0.
+  u32 prefix = 0;   // The bits of v from `shift` + 3 on; weights are at most 1, so the highest two are 0.
   u64 above = 0;   // The measure of the weights that begin with more.
-  float few[FEW];  // This thread's weights that begin with `found`, or did when it began to keep them.
+  float few[FEW];  // This thread's weights that begin with `prefix`, or did when it began to keep them.
   int num_few = 0;
   bool are_few = false;
   for (int shift = 27; shift >= 0; shift -= 3) {
     u64 sums[7] = {};  // Of those whose next three bits are at least 1, 2, .. 7.
     auto add = [&](float weight) {
       u32 bits = float_bits(weight);
-      if (bits >> (shift + 3) != found) return false;
-      u64 own = measure == COUNT ? 1 : mass(weight);
-      for (u32 i = 0; i < 7; i++) sums[i] += (bits >> shift & 7) > i ? own : 0;
+      if (bits >> (shift + 3) != prefix) return false;
+      u64 amount = measure == COUNT ? 1 : mass(weight);
+      for (u32 i = 0; i < 7; i++) sums[i] += (bits >> shift & 7) > i ? amount : 0;
       return true;
     };
     if (are_few) {
@@ -284,9 +284,9 @@ FUNCTION float select_threshold(
     u32 next = 7;
     while (next > 0 && above + sums[next - 1] < limit) next--;
     if (next < 7) above += sums[next];
-    found = found << 3 | next;
+    prefix = prefix << 3 | next;
   }
-  return fmaxf(bits_float(found), d.smallest);
+  return fmaxf(bits_float(prefix), d.smallest);
 }
 
 FUNCTION u64 kept_mass(ThreadGroup& group, const float* logits, int vocab, const Distribution& d) {
@@ -416,18 +416,18 @@ FUNCTION Verdict compare_logits(
 // Integers of a row's record; see Record in layout.py.
 FUNCTION int record_len(int draft_len) { return Record::DRAFTS + draft_len; }
 
-// Append a round's tokens up to a stop id or the row's end, count them where there are counts, and write down what
-// happened: record [record_len]. A row whose draft has failed, so that fewer than `asked` tokens were drafted, drafts no
-// more: its next round may be queued before the host knows of it. (Of a constrained row, masks may have left nothing in
-// this branch; the next round drafts again.) Where the target has no token behind accepted ones,
-// the last of these stands in its place: the next round begins there and fails, unless the text ends before.
+// Append a round's tokens up to a stop id or the row's end, count them where there are counts, and write the row's
+// record [record_len]. A row whose draft has failed, so that fewer than `max_count` tokens were drafted, drafts no
+// more: its next round may be queued before the host reads the failure. (Masks may have left a constrained row no
+// token; its next round drafts again.) Where the target has no token after accepted ones, the last of these becomes the
+// next token: the next round begins there and fails, unless the text ends before.
 FUNCTION void commit(
-    Progress* progress, Sampling* sampling, i64* tokens, const i64* stop_ids, u32* counts, int asked, int drafted,
+    Progress* progress, Sampling* sampling, i64* tokens, const i64* stop_ids, u32* counts, int max_count, int drafted,
     const Verdict& verdict, i64* record) {
   Progress p = *progress;
   int accepted = verdict.accepted, next_token = verdict.next_token;
   if (next_token < 0 && accepted > 0) next_token = tokens[p.length + --accepted];
-  if (drafted < asked && !sampling->constrained) sampling->draft_len = 0;
+  if (drafted < max_count && !sampling->constrained) sampling->draft_len = 0;
   record[Record::DRAFTED] = drafted;
   record[Record::ACCEPTED] = accepted;
   record[Record::NEXT_TOKEN] = next_token;
@@ -444,9 +444,9 @@ FUNCTION void commit(
   *progress = p;
 }
 
-// -------------------------------------------------------------------------------- what is done to logits, said of them
+// ----------------------------------------------------------------------------- logits processors and log-probabilities
 
-// counts [V] of a row: how often a token came in its output, and IN_PROMPT.
+// counts [V] of a row: how often its output has each token, and IN_PROMPT.
 
 FUNCTION bool has_penalties(const Sampling& s) { return s.repetition != 1 || s.presence != 0 || s.frequency != 0; }
 
@@ -456,7 +456,8 @@ FUNCTION bool has_logits_processors(const Sampling& s, const Progress& p) {
   return has_penalties(s) || s.biases > 0 || s.constrained || (s.stops > 0 && p.length < s.free_length);
 }
 
-// See adjust in penalties.py; `drafts` of them came before, and `forbidden` ids must not come. Also in place.
+// See adjust in penalties.py. drafts: number of draft tokens before. forbidden: number of stop ids that must not come.
+// logits and adjusted may be the same memory.
 FUNCTION void apply_penalties_to_row(
     ThreadGroup& group, const float* logits, int vocab, const Sampling& s, const u32* counts, const i64* tokens,
     int drafts, const TokenValue* biases, const i64* stop_ids, int forbidden, float* adjusted) {
@@ -483,7 +484,7 @@ FUNCTION float log_probability(const Distribution& d, float logit) {
 
 // The `count` likeliest ids in order, among equals the smaller one first; -1 where the vocabulary has no more.
 FUNCTION void likeliest(
-    ThreadGroup& group, const float* logits, int vocab, const Distribution& d, int count, TokenValue* found) {
+    ThreadGroup& group, const float* logits, int vocab, const Distribution& d, int count, TokenValue* logprobs) {
   u64 previous = ~0ull;
   for (int i = 0; i < count; i++) {
     u64 best = 0;
@@ -493,8 +494,8 @@ FUNCTION void likeliest(
     });
     previous = group.reduce_max(best);
     if (group.rank() > 0) continue;
-    if (previous) found[i] = {scored_id(previous), log_probability(d, scored_value(previous))};
-    else found[i] = {-1, -infinity()};
+    if (previous) logprobs[i] = {scored_id(previous), log_probability(d, scored_value(previous))};
+    else logprobs[i] = {-1, -infinity()};
   }
 }
 
@@ -506,7 +507,7 @@ FUNCTION void likeliest(
 FUNCTION ThreadGroup group_of(Barrier* barriers) { return ThreadGroup(barriers + blockIdx.x * gridDim.y + blockIdx.y); }
 
 // An engine's inputs: `query_len` tokens of each row from progress.length + offset on, written where they stand, and
-// `num_logits` positions whose logits are wanted, the first at progress.length + first_logit. One thread per row.
+// `num_logits` positions to compute logits of, the first at progress.length + first_logit. One thread per row.
 KERNEL void feed(
     const i64* tokens, int token_stride, const Progress* progress, int offset, int query_len, int first_logit,
     int num_logits, int capacity, int vocab, i64* input_ids, i64* write_indices, i64* logits_indices) {
@@ -528,10 +529,10 @@ KERNEL void feed(
   }
 }
 
-// What recurrent layers are told of a pass that `feed` has prepared: what their states have read of each row (`read`),
-// and are to read: its committed tokens, but for the last `held_back`, which its next round may feed again. They stay
-// as they are where a row does not decode, or is not looked at any more and has not been fed for a while: it is told that
-// it begins where its new tokens stand, and does not advance. One thread per row.
+// The inputs of recurrent layers for a pass that `feed` has prepared. state_indices: how many tokens of each row its
+// states have read (`read`). keep_indices: how many they are to read, all committed tokens but the last `held_back`,
+// which the next round may feed again. States do not change where a row does not decode, or has ended and was not fed
+// for a while: both indices are then where its new tokens begin, and it does not advance. One thread per row.
 KERNEL void begin_states(
     const Progress* progress, const i64* write_indices, const i64* read, int held_back, int replays, i64* state_indices,
     i64* keep_indices, int* advances) {
@@ -543,55 +544,55 @@ KERNEL void begin_states(
   keep_indices[row] = keep > state ? keep : state;
 }
 
-// Logits of `positions` positions, the first behind `first` draft tokens, as the rows' texts and sampling parameters change them:
-// logits and adjusted [B, positions, stride], of which `vocab` ids count; both may be the same memory. Nothing is written
-// for a row without penalties, biases and forbidden ids.
+// Change the logits of `positions` positions, the first behind `first` draft tokens, by the rows' texts and sampling
+// parameters: logits and adjusted [B, positions, stride], of which `vocab` ids count; both may be the same memory. Rows
+// without penalties, biases and forbidden ids are not written.
 // counts [B, counted]; biases [B, MAX_BIASES].
 ROW_KERNEL void apply_penalties(
     const float* logits, int stride, int vocab, int positions, int first, const i64* tokens, int token_stride,
     const Progress* progress, int draft_len, const Sampling* sampling, const u32* counts, int counted,
     const TokenValue* biases, const i64* stop_ids, float* adjusted, Barrier* barriers) {
   int row = blockIdx.x, drafts = first + blockIdx.y;
-  i64 place = ((i64)row * positions + blockIdx.y) * stride;
+  i64 start = ((i64)row * positions + blockIdx.y) * stride;
   const Sampling& s = sampling[row];
   const Progress& p = progress[row];
   if (!has_logits_processors(s, p) || p.remaining == 0 || drafts > draft_count(p, s, draft_len)) return;
   ThreadGroup group = group_of(barriers);
   int forbidden = p.length + drafts < s.free_length ? s.stops : 0;
   apply_penalties_to_row(
-      group, logits + place, vocab, s, counts + (i64)row * counted, tokens + (i64)row * token_stride + p.length, drafts,
-      biases + row * MAX_BIASES, stop_ids + row * MAX_STOP_IDS, forbidden, adjusted + place);
+      group, logits + start, vocab, s, counts + (i64)row * counted, tokens + (i64)row * token_stride + p.length, drafts,
+      biases + row * MAX_BIASES, stop_ids + row * MAX_STOP_IDS, forbidden, adjusted + start);
 }
 
-// What `apply_penalties` has written for constrained rows, adjusted [B, positions, stride], becomes impossible where a
-// mask forbids it: bit v % 32 of word v / 32 of masks [B, positions, words] says whether v < vocab may come.
+// Forbid tokens of constrained rows in adjusted [B, positions, stride], which `apply_penalties` has written: bit v % 32
+// of word v / 32 of masks [B, positions, words] says whether v < vocab may come.
 KERNEL void apply_masks(
     const u32* masks, int words, const Sampling* sampling, int stride, int vocab, float* adjusted) {
   if (!sampling[blockIdx.x].constrained) return;
-  i64 place = (i64)blockIdx.x * gridDim.y + blockIdx.y;
-  masks += place * words;
+  i64 position = (i64)blockIdx.x * gridDim.y + blockIdx.y;
+  masks += position * words;
   for (int v = blockIdx.z * blockDim.x + threadIdx.x; v < vocab; v += gridDim.z * blockDim.x)
-    if (!(masks[v / 32] >> v % 32 & 1)) adjusted[place * stride + v] = -infinity();
+    if (!(masks[v / 32] >> v % 32 & 1)) adjusted[position * stride + v] = -infinity();
 }
 
-// What the token before draft token `step` adds to its logits [B, stride]: w2 [rank, vocab] times its row of w1 [V, rank].
-// Neighbours read neighbours' columns of w2.
+// Add to the logits [B, stride] of draft token `step` w2 [rank, vocab] times the row of w1 [V, rank] of the token
+// before it. Neighbouring threads read neighbouring columns of w2.
 KERNEL void apply_markov(
     const i64* tokens, int token_stride, const Progress* progress, int step, const float* w1, const float* w2, int rank,
     int vocab, float* logits, int stride) {
   int row = blockIdx.x, length = progress[row].length;
   i64 before = length > 0 ? tokens[(i64)row * token_stride + length + step - 1] : -1;
   if (before < 0) return;  // A row that was never used, or a draft that has failed.
-  const float* own = w1 + before * rank;
+  const float* embedding = w1 + before * rank;
   for (int v = blockIdx.z * blockDim.x + threadIdx.x; v < vocab; v += gridDim.z * blockDim.x) {
     float sum = 0;
-    for (int i = 0; i < rank; i++) sum += own[i] * w2[(i64)i * vocab + v];
+    for (int i = 0; i < rank; i++) sum += embedding[i] * w2[(i64)i * vocab + v];
     logits[(i64)row * stride + v] += sum;
   }
 }
 
-// Draft token `step` of each row, appended behind the committed ones: logits [B, stride]. To be compared with the
-// target's choice it is drawn with the target's random numbers.
+// Sample draft token `step` of each row from logits [B, stride], and append it behind the committed tokens. Exact-match
+// acceptance draws it with the target's random numbers.
 ROW_KERNEL void sample_draft(
     const float* logits, int stride, int vocab, i64* tokens, int token_stride, const Progress* progress, int draft_len,
     const Sampling* sampling, int step, Distribution* distributions, Barrier* barriers) {
@@ -599,39 +600,38 @@ ROW_KERNEL void sample_draft(
   ThreadGroup group = group_of(barriers);
   const Sampling& s = sampling[row];
   if (step >= draft_count(progress[row], s, draft_len)) return;
-  const float* own = logits + (i64)row * stride;
-  Distribution d = distribution(group, own, vocab, s);
+  const float* row_logits = logits + (i64)row * stride;
+  Distribution d = distribution(group, row_logits, vocab, s);
   int position = progress[row].length + step;
-  int token = sample(group, own, vocab, d, s.seed, s.use_logits ? DRAFT : TARGET, position);
+  int token = sample(group, row_logits, vocab, d, s.seed, s.use_logits ? DRAFT : TARGET, position);
   if (group.rank() == 0) {
     distributions[row * draft_len + step] = d;
     tokens[(i64)row * token_stride + position] = token;  // -1: the draft fails here.
   }
 }
 
-// What the target makes of every position: logits [B, draft_len + 1, vocab], or `adjusted` where a row has some ->
-// distributions, and its own choices chosen [B, draft_len + 1] where tokens are compared and behind a row's last draft
-// token.
+// The target's distributions [B, draft_len + 1] of logits [B, draft_len + 1, vocab], or of `adjusted` for rows with
+// logits processors. It samples chosen [B, draft_len + 1] where tokens are compared and after a row's last draft token.
 ROW_KERNEL void sample_target(
     const float* logits, const float* adjusted, int vocab, const Progress* progress, int draft_len,
     const Sampling* sampling, Distribution* distributions, int* chosen, Barrier* barriers) {
-  int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
+  int row = blockIdx.x, position = blockIdx.y, index = row * (draft_len + 1) + position;
   ThreadGroup group = group_of(barriers);
   const Sampling& s = sampling[row];
   int count = draft_count(progress[row], s, draft_len);
   if (progress[row].remaining == 0 || position > count) return;
-  const float* own = (has_logits_processors(s, progress[row]) ? adjusted : logits) + (i64)place * vocab;
-  Distribution d = distribution(group, own, vocab, s);
+  const float* row_logits = (has_logits_processors(s, progress[row]) ? adjusted : logits) + (i64)index * vocab;
+  Distribution d = distribution(group, row_logits, vocab, s);
   int token = -1;
   if (position == count || compares_tokens(s))
-    token = sample(group, own, vocab, d, s.seed, TARGET, progress[row].length + position);
+    token = sample(group, row_logits, vocab, d, s.seed, TARGET, progress[row].length + position);
   if (group.rank() == 0) {
-    distributions[place] = d;
-    chosen[place] = token;
+    distributions[index] = d;
+    chosen[index] = token;
   }
 }
 
-// Acceptance, by each row's own rule, and commit. The draft's logits of a step lie step_stride apart, those of a row
+// Acceptance, by the rule of each row, and commit. The draft's logits of a step lie step_stride apart, those of a row
 // draft_stride, and draft_vocab of them count. q [B, draft_len]; target_logits and adjusted [B, draft_len + 1, vocab],
 // p and chosen [B, draft_len + 1]; counts [B, vocab], of rows with penalties; records [B, record_len].
 // Where the draft failed, the tokens that it drew before are its whole proposal.
@@ -644,16 +644,16 @@ ROW_KERNEL void accept(
   ThreadGroup group = group_of(barriers);
   const Sampling& s = sampling[row];
   const Progress before = progress[row];
-  i64* own = tokens + (i64)row * token_stride;
-  const i64* drafts = own + before.length;
-  int asked = draft_count(before, s, draft_len), count = drawn_drafts(drafts, asked);
-  Verdict verdict = {0, -1};  // So it stays where the row has ended.
-  bool going = before.remaining > 0;
-  if (going && compares_tokens(s)) verdict = compare_tokens(drafts, chosen + first, count);
-  else if (going) {
+  i64* row_tokens = tokens + (i64)row * token_stride;
+  const i64* drafts = row_tokens + before.length;
+  int max_count = draft_count(before, s, draft_len), count = drawn_drafts(drafts, max_count);
+  Verdict verdict = {0, -1};  // Of a row that has ended.
+  bool decodes = before.remaining > 0;
+  if (decodes && compares_tokens(s)) verdict = compare_tokens(drafts, chosen + first, count);
+  else if (decodes) {
     const float* logits = (has_logits_processors(s, before) ? adjusted : target_logits) + (i64)first * vocab;
     int last = chosen[first + count];
-    if (count < asked)  // The target has chosen only behind the last draft token that was asked for.
+    if (count < max_count)  // `sample_target` has chosen a token only after max_count draft tokens.
       last = sample(
           group, logits + (i64)count * vocab, vocab, p[first + count], s.seed, TARGET, before.length + count);
     verdict = compare_logits(
@@ -663,36 +663,36 @@ ROW_KERNEL void accept(
   group.sync();  // Only now may thread 0 change what all threads have read.
   if (group.rank() == 0)
     commit(
-        progress + row, sampling + row, own, stop_ids + row * MAX_STOP_IDS,
-        has_penalties(s) ? counts + (i64)row * vocab : nullptr, asked, count, verdict,
+        progress + row, sampling + row, row_tokens, stop_ids + row * MAX_STOP_IDS,
+        has_penalties(s) ? counts + (i64)row * vocab : nullptr, max_count, count, verdict,
         records + row * record_len(draft_len));
 }
 
-// The log-probabilities of what `accept` wrote down, by the target's unchanged logits [B, draft_len + 1, vocab]:
-// found [B, draft_len + 1, 1 + MAX_LOGPROBS]: the token's own, then those of the likeliest ids.
+// The log-probabilities of the tokens in `records`, by the target's unchanged logits [B, draft_len + 1, vocab]:
+// logprobs [B, draft_len + 1, 1 + MAX_LOGPROBS]: the token's, then those of the likeliest ids.
 ROW_KERNEL void log_probabilities(
-    const float* logits, int vocab, int draft_len, const Sampling* sampling, const i64* records, TokenValue* found,
+    const float* logits, int vocab, int draft_len, const Sampling* sampling, const i64* records, TokenValue* logprobs,
     Barrier* barriers) {
-  int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
+  int row = blockIdx.x, position = blockIdx.y, index = row * (draft_len + 1) + position;
   if (sampling[row].logprobs < 0) return;
   const i64* record = records + row * record_len(draft_len);
   i64 accepted = record[Record::ACCEPTED];
   i64 token = position < accepted ? record[Record::DRAFTS + position] : record[Record::NEXT_TOKEN];
   if (position > accepted || token < 0) return;
   ThreadGroup group = group_of(barriers);
-  const float* own = logits + (i64)place * vocab;
+  const float* row_logits = logits + (i64)index * vocab;
   Sampling plain = {};
   plain.temperature = 1;
   plain.top_p = 1;
   plain.use_logits = 1;
-  Distribution d = distribution(group, own, vocab, plain);
-  found += (i64)place * (1 + MAX_LOGPROBS);
-  if (group.rank() == 0) found[0] = {(int)token, log_probability(d, own[token])};
-  likeliest(group, own, vocab, d, sampling[row].logprobs, found + 1);
+  Distribution d = distribution(group, row_logits, vocab, plain);
+  logprobs += (i64)index * (1 + MAX_LOGPROBS);
+  if (group.rank() == 0) logprobs[0] = {(int)token, log_probability(d, row_logits[token])};
+  likeliest(group, row_logits, vocab, d, sampling[row].logprobs, logprobs + 1);
 }
 
-// Draft tokens that the host proposes: uploads [B, 1 + draft_len], how many of a row and which. They are certain: q is 1.
-// One thread per row.
+// Append draft tokens of the host: uploads [B, 1 + draft_len], how many of a row and which. They are deterministic, so
+// q is 1. One thread per row.
 KERNEL void place_drafts(
     const i64* uploads, i64* tokens, int token_stride, const Progress* progress, int draft_len, Sampling* sampling,
     Distribution* q) {
@@ -706,8 +706,8 @@ KERNEL void place_drafts(
   }
 }
 
-// Between two GPUs go only these: the draft tokens behind each row's text, from `tokens` to `packed` [B, draft_len] where
-// they were drawn, and back again where they are verified. One thread per row.
+// Copy the draft tokens behind each row's text from `tokens` to `packed` [B, draft_len], on the draft's GPU, or back,
+// on the target's. One thread per row.
 KERNEL void move_drafts(
     i64* tokens, int token_stride, const Progress* progress, int draft_len, i64* packed, int unpacking) {
   i64* drafts = tokens + (i64)blockIdx.x * token_stride + progress[blockIdx.x].length;
@@ -718,7 +718,7 @@ KERNEL void move_drafts(
   }
 }
 
-// And the records [B, record_len] of `accept`: the GPU that drafted commits what the other one did.
+// Commit on the draft's GPU what the target's committed: the records [B, record_len] of `accept`.
 // counts [B, vocab]. One thread per row.
 KERNEL void commit_records(
     i64* tokens, int token_stride, Progress* progress, int draft_len, Sampling* sampling, const i64* stop_ids,
@@ -745,15 +745,15 @@ FUNCTION void each_unit(u64 addresses, i64 bytes, Wide wide, Narrow narrow) {
 }
 
 template <typename Unit>
-FUNCTION void exchange(void* one, void* other, i64 unit) {
-  Unit before = ((Unit*)one)[unit];
-  ((Unit*)one)[unit] = ((Unit*)other)[unit];
+FUNCTION void exchange(void* array, void* other, i64 unit) {
+  Unit before = ((Unit*)array)[unit];
+  ((Unit*)array)[unit] = ((Unit*)other)[unit];
   ((Unit*)other)[unit] = before;
 }
 
-FUNCTION void swap_bytes(void* one, void* other, i64 bytes) {
-  each_unit((u64)one | (u64)other, bytes, [=](i64 unit) { exchange<Four>(one, other, unit); },
-            [=](i64 unit) { exchange<u16>(one, other, unit); });
+FUNCTION void swap_bytes(void* array, void* other, i64 bytes) {
+  each_unit((u64)array | (u64)other, bytes, [=](i64 unit) { exchange<Four>(array, other, unit); },
+            [=](i64 unit) { exchange<u16>(array, other, unit); });
 }
 
 FUNCTION void copy_bytes(void* to, const void* from, i64 bytes) {
@@ -765,7 +765,8 @@ FUNCTION u8* position_of(const CacheTensor& tensor, int length, i64 row, int hea
   return (u8*)tensor.rows + ((row * tensor.heads + head) * length + position) * tensor.size;
 }
 
-// Positions start .. of a row, of every tensor (blockIdx.z) and head (blockIdx.y), to `count` blocks of its pool or back.
+// Copy positions start .. of a row, of every tensor (blockIdx.z) and head (blockIdx.y), to `count` blocks of its pool
+// or back.
 KERNEL void copy_blocks(
     const CacheTensor* tensors, int length, int row, int start, const int* blocks, int count, int saving) {
   const CacheTensor& tensor = tensors[blockIdx.z];
@@ -779,17 +780,17 @@ KERNEL void copy_blocks(
 }
 
 // Exchange the first `positions` of two rows, of every tensor (blockIdx.z) and head (blockIdx.y).
-KERNEL void swap_rows(const CacheTensor* tensors, int length, int one, int other, int positions) {
+KERNEL void swap_rows(const CacheTensor* tensors, int length, int row, int other, int positions) {
   const CacheTensor& tensor = tensors[blockIdx.z];
   int head = blockIdx.y;
   if (head >= tensor.heads) return;
   swap_bytes(
-      position_of(tensor, length, one, head, 0), position_of(tensor, length, other, head, 0),
+      position_of(tensor, length, row, head, 0), position_of(tensor, length, other, head, 0),
       (i64)positions * tensor.size);
 }
 
-// New positions of rows `first` .., [batch, heads, query_len] of every tensor (blockIdx.z) and head (blockIdx.y), to where
-// they belong in the cache.
+// Copy new positions of rows `first` .., [batch, heads, query_len] of every tensor (blockIdx.z) and head (blockIdx.y),
+// to the cache.
 KERNEL void write_positions(
     const CacheTensor* tensors, int length, int first, const i64* write_indices, int batch, int query_len) {
   const CacheTensor& tensor = tensors[blockIdx.z];
@@ -802,7 +803,7 @@ KERNEL void write_positions(
   }
 }
 
-// What a pass has left (`pool`) of each row (blockIdx.y) becomes the state of rows `first` .., of every tensor
+// Copy the states that a pass has written (`pool`) of each row (blockIdx.y) to rows `first` .., of every tensor
 // (blockIdx.z), where the row advances.
 KERNEL void take_states(const CacheTensor* tensors, int first, const int* advances) {
   const CacheTensor& tensor = tensors[blockIdx.z];
@@ -812,4 +813,4 @@ KERNEL void take_states(const CacheTensor* tensors, int first, const int* advanc
 }
 
 // Exchange two arrays of `bytes`, an even number.
-KERNEL void swap(void* one, void* other, int bytes) { swap_bytes(one, other, bytes); }
+KERNEL void swap(void* array, void* other, int bytes) { swap_bytes(array, other, bytes); }

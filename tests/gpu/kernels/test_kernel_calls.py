@@ -46,7 +46,7 @@ SHAPES = {
     "uploads": (2, 1 + SIZES["draft_len"]),
     "tensors": (7,),
     "blocks": (SIZES["count"],),
-    "one": (500,),
+    "array": (500,),
 }
 STATE = {
     "tokens": np.dtype(np.int64),
@@ -143,7 +143,7 @@ def test_calls_pass_what_kernels_take() -> None:
         ("accept", "int step_stride, int draft_stride", "int draft_stride, int step_stride"),
         ("accept", "const i64* stop_ids, u32* counts,\n    i64*", "u32* counts, const i64* stop_ids,\n    i64*"),
         ("feed", "const Progress* progress", "const Sampling* progress"),
-        ("swap", "void* one, void* other", "void* other, void* one"),
+        ("swap", "void* array, void* other", "void* other, void* array"),
         ("copy_blocks", "int count, int saving", "int count"),
     ],
 )

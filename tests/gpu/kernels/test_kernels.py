@@ -536,7 +536,7 @@ def test_log_probabilities_are_numpys(name: str, top: int) -> None:
     for wanted in (-1, top):
         assert (found == untouched).all()
         state = {"sampling": sampling_of(SamplingParams(0.1, top_k=1), logprobs=wanted)}
-        call(calls.log_probabilities, state, logits=both[None], records=record[None], found=found)
+        call(calls.log_probabilities, state, logits=both[None], records=record[None], logprobs=found)
     for i, token in enumerate(tokens):
         expected = log_probability(both[i], token, top)
         assert found[i]["id"][0] == token
@@ -574,7 +574,7 @@ def test_two_arrays_change_places(units: int) -> None:
     memory = device.zeros(values.shape, np.uint16)
     mirror = device.pinned_like(memory)
     device.write(memory, values)
-    calls.swap(device, one=memory.part(0, (units,)), other=memory.part(2 * units, (units,)))
+    calls.swap(device, array=memory.part(0, (units,)), other=memory.part(2 * units, (units,)))
     device.copy_to_host(memory, mirror)
     device.wait()
     assert (mirror == values[::-1]).all()
