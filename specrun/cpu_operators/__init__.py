@@ -2,9 +2,10 @@
 
 ``FloatMatMul`` and ``QuantizedMatMul`` multiply by weights in float32, and in 8 and 4 bits, and ``EmbeddingLookup``
 finds embeddings in such a weight. ``CachedAttention`` writes keys and values into a cache and attends to them;
-``PackedCachedAttention`` keeps them in codes. ``RMSNorm`` is for norms that no product takes in. ``RecurrentAttention`` and ``CausalConvolution`` are those of recurrent
-layers. ``AllReduce`` and ``AllGather`` are for models on several ranks. A token's bits do not depend on what is
-computed with it. Engines for the CPU need them; without a compiler the package installs for GPUs alone.
+``PackedCachedAttention`` keeps them in codes. ``RMSNorm`` is for norms that no product takes in. ``RecurrentAttention``
+and ``CausalConvolution`` are those of recurrent layers, ``AllReduce`` and ``AllGather`` for models on several ranks.
+``FusedLayers`` runs many of them in one node. A token's bits do not depend on what is computed with it. Engines for the
+CPU need them; without a compiler the package installs for GPUs alone.
 """
 
 from __future__ import annotations
