@@ -86,7 +86,7 @@ def test_replicas_of_ray_serve(target: SpeculativeDecoder, engines: Path) -> Non
                     answer = client.completions.create(
                         model="target", prompt="Once upon a time", max_tokens=24, temperature=0
                     )
-                    return answer.choices[0].text
+                    return str(answer.choices[0].text)
 
                 def servers() -> set[psutil.Process]:
                     return {one for one in psutil.process_iter(["cmdline"]) if "--uds" in (one.info["cmdline"] or [])}
