@@ -287,8 +287,9 @@ def test_a_client_that_leaves_ends_its_requests(server: Server) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert server.whole("speculative", text_input="a", max_tokens=2)["finish_reason"] == ["length"]  # The last in line.
-    # Those in the queue never begin, and the four that have rows are cancelled too, however late on a busy machine.
-    assert server.count("generation_tokens_total") - tokens < 4 * LONG["max_tokens"]
+    # Those in the queue never begin, and the four that have rows are cancelled too. On a busy machine that is so late
+    # that several have ended.
+    assert server.count("generation_tokens_total") - tokens < MAX_QUEUE * LONG["max_tokens"]
 
 
 def test_a_full_queue_is_unavailable(server: Server) -> None:
