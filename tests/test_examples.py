@@ -67,6 +67,7 @@ NOT_RUN = {
     "models/probe.py ": "the same",
     "scripts/benchmarks/peers_setup": "downloads, and takes half an hour",
     "serve --config tuned.yaml": "reads what specrun tune writes; commands/test_config_file.py has such files",
+    "examples/ray_serve.py": "needs a download; test_example_programs.py runs it",
     "import ray": "needs a cluster: tests/batch/test_ray_data.py",
     "serve --models models.yaml": "reads the file that is shown below; serve/test_models_file.py has such files",
     "models/\n": "a tree of files",

@@ -130,7 +130,8 @@ def as_rank_plans(source: Path, output: Path) -> Path:
 
 def _with_collectives(graph: Path, path: Path) -> Path:
     """Save a graph for the CPU with TensorRT's nodes where it has specrun's collectives."""
-    model = onnx.load(graph)
+    model = _split(graph)
+    onnx.load_external_data_for_model(model, str(graph.parent))
     for node in model.graph.node:
         if node.op_type in ("AllReduce", "AllGather"):
             ranks = next(attribute.i for attribute in node.attribute if attribute.name == "ranks")
@@ -140,6 +141,17 @@ def _with_collectives(graph: Path, path: Path) -> Path:
             node.CopyFrom(onnx.helper.make_node("DistCollective", inputs, outputs, domain="tensorrt", **settings))
     onnx.save(model, path)
     return path.resolve()
+
+
+def _split(path: Path) -> onnx.ModelProto:
+    """A CPU engine's graph with a node for each operator, and without its weights."""
+    import onnx_ir as ir  # It takes seconds to import, and some tests start processes that have no use for it.
+
+    from specbuild.compilers.cpu.fused_layers import split_layers
+
+    model = ir.load(path)
+    split_layers(model.graph)
+    return ir.to_proto(model)
 
 
 def _compile(checkpoint: Path, path: Path, config: EngineConfig, with_plugins: bool) -> Path:
@@ -247,7 +259,7 @@ class EngineInspector:
         self._engine = engine
 
     def get_engine_information(self, form: LayerInformationFormat) -> str:
-        names = [f"{node.op_type} {node.name}" for node in self._engine.nodes]
+        names = [f"{node.op_type} {node.name}" for node in _split(self._engine.graph).graph.node]
         return json.dumps({"Layers": names, "Bindings": list(self._engine.tensors)})
 
 
@@ -261,7 +273,7 @@ class CudaEngine:
         self.cache_length = int(plan["cache_length"])
         self.log = log
         self.pieces = list(collectives.cut(plan["graph"]))
-        self.nodes = list(onnx.load(plan["graph"], load_external_data=False).graph.node)
+        self.graph = Path(plan["graph"])
         self.workspaces: dict[int, int] = {}
         """The stream that each workspace is used on."""
         self._contexts: weakref.WeakSet[ExecutionContext] = weakref.WeakSet()
