@@ -128,9 +128,9 @@ def main(
                     f"a token, {alone / found.token_ms:.2f}x, {found.tokens_per_round:.2f} tokens a round, "
                     f"identical {found.identical_ids}"
                 )
-        if json_file:
-            machine = machine_of(open_engine(engines["target"]))
-            json_file.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+                if json_file:
+                    machine = machine_of(open_engine(engines["target"]))
+                    json_file.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ enum Input : size_t { kQ, kK, kV, kPastKeys, kPastValues, kWriteIndices, kCos, k
 enum Output : size_t { kY, kKeys, kValues, kAllOutputs };
 
 // Sizes that agree with each other, and positions within the cache.
-bool are_right(const Settings& kernel, const Tensor (&inputs)[kAllInputs], specrun::CachedAttention* all) {
+bool are_right(const Settings& settings, const Tensor (&inputs)[kAllInputs], specrun::CachedAttention* all) {
     const Tensor &q = inputs[kQ], &k = inputs[kK], &past = inputs[kPastKeys], &indices = inputs[kWriteIndices];
     const auto is = [](const Tensor& tensor, int64_t elements) {
         return tensor.elements == static_cast<size_t>(elements);
@@ -40,14 +40,14 @@ bool are_right(const Settings& kernel, const Tensor (&inputs)[kAllInputs], specr
     if (past.axes != 4 || past_values.axes != 4 || past.shape[3] <= 0 || past_values.shape[3] <= 0) return false;
     if (!std::equal(past_values.shape, past_values.shape + 3, past.shape)) return false;
     all->batch = past.shape[0], all->kv_heads = past.shape[1], all->positions = past.shape[2];
-    all->value_bits = kernel.value_bits, all->width = past.shape[3], all->value_width = past_values.shape[3];
+    all->value_bits = settings.value_bits, all->width = past.shape[3], all->value_width = past_values.shape[3];
     if (all->is_packed()) {
         using specrun::kBlock;
         all->width = all->value_width = past.shape[3] / specrun::packed_bytes(kBlock, 8) * kBlock;
         if (all->key_bytes() != past.shape[3] || all->width > specrun::kMostWidth) return false;
         if (all->value_bytes() != past_values.shape[3]) return false;
     }
-    if (kernel.rotated > all->width || (kernel.as_queries && all->value_width != all->width)) return false;
+    if (settings.rotated > all->width || (settings.as_queries && all->value_width != all->width)) return false;
     const int64_t each = all->batch * all->kv_heads * all->width, queries = static_cast<int64_t>(q.elements);
     if (!each || !k.data != !v.data || (k.data && k.elements % each)) return false;
     all->tokens = k.data ? static_cast<int64_t>(k.elements) / each : q.axes >= 3 && q.shape[0] == all->batch ? q.shape[1] : 0;
@@ -59,9 +59,9 @@ bool are_right(const Settings& kernel, const Tensor (&inputs)[kAllInputs], specr
     if (!is(indices, all->batch)) return false;
     if (v.data && !is(v, static_cast<int64_t>(k.elements) / all->width * all->value_width)) return false;
     const Tensor& cos = inputs[kCos];
-    const int64_t half = kernel.rotated / 2, angles = all->tokens * half;
+    const int64_t half = settings.rotated / 2, angles = all->tokens * half;
     all->angles = cos.axes == 2 ? cos.shape[0] : 0;
-    if (kernel.rotated && (all->angles ? cos.shape[1] != half : !is(cos, angles) && !is(cos, all->batch * angles))) {
+    if (settings.rotated && (all->angles ? cos.shape[1] != half : !is(cos, angles) && !is(cos, all->batch * angles))) {
         return false;
     }
     if (cos.elements != inputs[kSin].elements) return false;

@@ -77,15 +77,15 @@ void look_up(void* item, size_t number) {
 }
 
 // Types and sizes that agree with the attributes and with each other.
-bool are_right(const Sizes& kernel, const Tensor (&inputs)[6], Lookup* lookup) {
+bool are_right(const Sizes& sizes, const Tensor (&inputs)[6], Lookup* lookup) {
     specrun::Weight& weight = lookup->weight;
     const Tensor& ids = inputs[0];
-    weight.bits = kernel.bits, weight.block = kernel.block, weight.inputs = kernel.width;
-    weight.panels = specrun::panels_of(kernel.tokens), weight.middle = static_cast<int32_t>(kernel.middle);
+    weight.bits = sizes.bits, weight.block = sizes.block, weight.inputs = sizes.width;
+    weight.panels = specrun::panels_of(sizes.tokens), weight.middle = static_cast<int32_t>(sizes.middle);
     if (!specrun::read_weight({inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], {}}, &weight)) return false;
-    lookup->tokens = kernel.tokens, lookup->ids = static_cast<const int64_t*>(ids.data);
+    lookup->tokens = sizes.tokens, lookup->ids = static_cast<const int64_t*>(ids.data);
     for (size_t i = 0; i < ids.elements; ++i) {
-        if (lookup->ids[i] < kUnused || lookup->ids[i] >= kernel.tokens) return false;
+        if (lookup->ids[i] < kUnused || lookup->ids[i] >= sizes.tokens) return false;
     }
     return ids.axes < ort::kMostAxes;
 }

@@ -44,49 +44,49 @@ struct Inputs {
 };
 
 // Types and sizes that agree with the attributes and with each other.
-bool are_right(const Sizes& kernel, const Inputs& inputs, specrun::Product* product) {
+bool are_right(const Sizes& sizes, const Inputs& inputs, specrun::Product* product) {
     specrun::Weight& weight = product->weight;
-    weight.bits = kernel.bits, weight.inputs = kernel.inputs;
-    weight.panels = kernel.panels * std::max(kernel.experts, int64_t{1});
-    weight.block = kernel.block, weight.middle = static_cast<int32_t>(kernel.middle);
+    weight.bits = sizes.bits, weight.inputs = sizes.inputs;
+    weight.panels = sizes.panels * std::max(sizes.experts, int64_t{1});
+    weight.block = sizes.block, weight.middle = static_cast<int32_t>(sizes.middle);
     const Tensor &x = inputs.x, &other = inputs.other, &residual = inputs.residual;
-    const size_t width = static_cast<size_t>(kernel.inputs);
-    if (x.axes < 1 || x.shape[x.axes - 1] != kernel.inputs) return false;
+    const size_t width = static_cast<size_t>(sizes.inputs);
+    if (x.axes < 1 || x.shape[x.axes - 1] != sizes.inputs) return false;
     if (!specrun::read_weight(inputs.weight, &weight)) return false;
     product->rows = static_cast<int64_t>(x.elements / width), product->repeats = 1;
-    if (!kernel.experts != !inputs.experts.axes || inputs.experts.axes >= ort::kMostAxes) return false;
-    if (kernel.experts) {
+    if (!sizes.experts != !inputs.experts.axes || inputs.experts.axes >= ort::kMostAxes) return false;
+    if (sizes.experts) {
         const int64_t rows = static_cast<int64_t>(inputs.experts.elements);
         if (product->rows ? rows % product->rows : rows) return false;
         if (rows) product->repeats = rows / product->rows;
         product->rows = rows;
     }
-    const auto prologue = static_cast<specrun::Prologue>(kernel.prologue);
+    const auto prologue = static_cast<specrun::Prologue>(sizes.prologue);
     product->activations = {prologue, static_cast<const float*>(x.data), static_cast<const float*>(other.data),
-                            kernel.inputs, kernel.epsilon};
+                            sizes.inputs, sizes.epsilon};
     if ((prologue == specrun::Prologue::kNone) != !other.data) return false;
     if (other.data && other.elements != (prologue == specrun::Prologue::kNormalized ? width : x.elements)) return false;
     if (!residual.data) return true;
-    const size_t outputs = static_cast<size_t>(product->rows) * static_cast<size_t>(kernel.columns[0]);
-    return kernel.num_outputs == 1 && residual.elements == outputs;
+    const size_t outputs = static_cast<size_t>(product->rows) * static_cast<size_t>(sizes.columns[0]);
+    return sizes.num_outputs == 1 && residual.elements == outputs;
 }
 
 // Outputs have the shape of the first input, but for its last size; or that of ``experts``, and a last size.
-Status* make_outputs(const Sizes& kernel, ort::Call& call, const Inputs& inputs, specrun::Product* product) {
-    Tensor y = kernel.experts ? inputs.experts : inputs.x;
-    y.axes += kernel.experts ? 1 : 0;
+Status* make_outputs(const Sizes& sizes, ort::Call& call, const Inputs& inputs, specrun::Product* product) {
+    Tensor y = sizes.experts ? inputs.experts : inputs.x;
+    y.axes += sizes.experts ? 1 : 0;
     size_t outputs = 0;
     RETURN_IF_FAILED(call.count_outputs(&outputs));
-    if (outputs != kernel.num_outputs) return call.fail(kWrongOutputs);
+    if (outputs != sizes.num_outputs) return call.fail(kWrongOutputs);
     int64_t panel = 0;
-    for (size_t i = 0; i < kernel.num_outputs; ++i) {
-        y.shape[y.axes - 1] = kernel.columns[i];
+    for (size_t i = 0; i < sizes.num_outputs; ++i) {
+        y.shape[y.axes - 1] = sizes.columns[i];
         float* values = nullptr;
         RETURN_IF_FAILED(call.make_output(i, y, &values));
-        product->outputs[i] = {values, static_cast<const float*>(inputs.residual.data), kernel.columns[i], panel};
-        panel += specrun::panels_of(kernel.columns[i]);
+        product->outputs[i] = {values, static_cast<const float*>(inputs.residual.data), sizes.columns[i], panel};
+        panel += specrun::panels_of(sizes.columns[i]);
     }
-    product->num_outputs = static_cast<int>(kernel.num_outputs);
+    product->num_outputs = static_cast<int>(sizes.num_outputs);
     return nullptr;
 }
 
