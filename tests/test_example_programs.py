@@ -113,5 +113,6 @@ def test_each_has_a_line_in_the_readme_and_is_short() -> None:
     page = (EXAMPLES / "README.md").read_text()
     tests = Path(__file__).read_text()
     for program in PROGRAMS:
-        assert f"| [{program}]({program}) |" in page and program in tests, program
-        assert len((EXAMPLES / program).read_text().splitlines()) <= 72, program
+        assert f"| [{program}]({program}) |" in page, program
+        assert f'run("{program}"' in tests or f'"examples/{program}"' in tests, program
+        assert len((EXAMPLES / program).read_text().splitlines()) <= (72 if program == "ray_serve.py" else 40), program

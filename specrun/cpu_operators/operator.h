@@ -105,12 +105,6 @@ class Call {
         *data = static_cast<float*>(address);
         return nullptr;
     }
-    Status* make_output(size_t index, const Tensor& like, uint8_t** data) {
-        void* address = nullptr;
-        RETURN_IF_FAILED(make_output(index, like, Type::kUint8, &address));
-        *data = static_cast<uint8_t*>(address);
-        return nullptr;
-    }
     Status* fail(const char* message) const { return ort::fail(api, message); }
     Status* fail_to_run(const char* message) const { return create_status(api, kRuntimeException, message); }
 

@@ -117,14 +117,11 @@ def _gate(activated: ir.Value) -> tuple[int, ir.Value] | None:
 
 def _add_residual(graph: ir.Graph, node: ir.Node) -> None:
     """Replace the product and the sum behind it by one node, which stands where the sum was."""
-    (y,) = node.outputs if len(node.outputs) == 1 else (None,)
-    uses = list(y.uses()) if y is not None else []
-    if y is None or y.is_graph_output() or len(uses) != 1 or uses[0].node.op_type != "Add":
+    y = node.outputs[0]
+    found = residual_sum(y, node.attributes["N"].as_ints()[0]) if len(node.outputs) == 1 else None
+    if found is None:
         return
-    add = uses[0].node
-    residual = add.inputs[1 - uses[0].idx]
-    if residual is None or not is_stream(residual, node.attributes["N"].as_ints()[0]):
-        return
+    add, residual = found
     _, index = _PLACES[node.op_type]
     inputs = [*node.inputs, *[None] * (index + 1 - len(node.inputs))]
     inputs[index] = residual
@@ -135,7 +132,16 @@ def _add_residual(graph: ir.Graph, node: ir.Node) -> None:
     )
 
 
-def is_stream(value: ir.Value, width: int | None) -> bool:
+def residual_sum(value: ir.Value, width: int | None) -> tuple[ir.Node, ir.Value] | None:
+    """The one reader of a value, if it is an Add of the residual stream of this width, and the stream; else None."""
+    uses = list(value.uses())
+    if value.is_graph_output() or len(uses) != 1 or uses[0].node.op_type != "Add":
+        return None
+    residual = uses[0].node.inputs[1 - uses[0].idx]
+    return (uses[0].node, residual) if residual is not None and _is_stream(residual, width) else None
+
+
+def _is_stream(value: ir.Value, width: int | None) -> bool:
     """Whether a value is the residual stream of this width: it is normalized, and so has all axes of a product."""
     readers = [use.node for use in value.uses()]
     norms = [node for node in readers if node.op_type == "RMSNormalization"]

@@ -10,7 +10,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.compilers.cpu.attention import OPERATOR as ATTENTION
 from specbuild.compilers.cpu.attention import PACKED_OPERATOR as PACKED_ATTENTION
-from specbuild.compilers.cpu.fusions import is_stream, normalizes, residual_of, scale_length
+from specbuild.compilers.cpu.fusions import normalizes, residual_of, residual_sum, scale_length
 from specrun.cpu_operators import DOMAIN
 
 RMS_NORM = "RMSNorm"
@@ -35,16 +35,13 @@ def _replace(graph: ir.Graph, node: ir.Node) -> None:
     x, scale = node.inputs[:2]
     assert x is not None and scale is not None
     (old,) = node.outputs
-    uses = list(old.uses())
     view, add = x.producer(), None
     inputs: list[ir.Value | None] = [x, scale]
-    if view is not None and view.op_type == "Reshape" and all(_takes_any_axes(use.node, use.idx) for use in uses):
+    if view is not None and view.op_type == "Reshape" and all(_takes_any_axes(use.node, use.idx) for use in old.uses()):
         inputs[0] = view.inputs[0]
-    elif len(uses) == 1 and uses[0].node.op_type == "Add" and not old.is_graph_output():
-        residual = uses[0].node.inputs[1 - uses[0].idx]
-        if residual is not None and is_stream(residual, scale_length(scale)):
-            add = uses[0].node
-            inputs.append(residual)
+    elif found := residual_sum(old, scale_length(scale)):
+        add, residual = found
+        inputs.append(residual)
     epsilon = ir.AttrFloat32("epsilon", node.attributes.get_float("epsilon", 1e-5))
     norm = ir.Node(DOMAIN, RMS_NORM, inputs, [epsilon], name=node.name)
     (new,) = norm.outputs
