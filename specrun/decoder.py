@@ -125,6 +125,7 @@ class SpeculativeDecoder:
             config.fixed_draft_len if draft_len else 0,
             _expected_times(rounds, config),
             rounds.skips_unused_tokens,
+            rounds.looks_up,
         )
         translator = draft.translator if draft else None
         sizes = describe_sizes(engine.config, draft.config) if draft else ""

@@ -35,6 +35,8 @@ class Proposal:
     """[g], or none: the drafter's own probability of each token that it drew, where it may end the draft."""
     forced: int = 0
     """Number of first tokens that the request's grammar forces."""
+    looked_up: bool = False
+    """Whether the tokens were looked up in place of a model's draft."""
 
     @classmethod
     def begin(cls, forced: Sequence[int]) -> Proposal:
@@ -52,6 +54,8 @@ class BaseDrafter:
 
     texts: CachedTexts[Any] | None = None
     """Cache of the drafter's model, or None without a model. A request has the same row as in the target's cache."""
+    looks_up = False
+    """Whether drafts can be looked up in place of the model's, which costs no draft step."""
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Begin to follow ``requests``, before their texts get rows."""

@@ -18,6 +18,8 @@ class DraftPlan(NamedTuple):
     """[draft_len or more], or none: the smallest survival with which a row's 1st, 2nd, .. draft token is verified."""
     min_step_gain: Sequence[float] = ()
     """[draft_len or more], or none: what all rows must promise for the 1st, 2nd, .. draft step; see ``step_pays``."""
+    lookup_lens: Sequence[int] = ()
+    """[B], or none: the most draft tokens of each row that can be looked up in place of the model's."""
 
     @property
     def draft_len(self) -> int:

@@ -22,10 +22,12 @@ the higher of two estimates is mostly too high (winner's curse)."""
 
 
 class HybridDrafter(Drafter):
-    """Each row of each round is drafted by one of the two.
+    """Each row of each round is drafted by one of the two, also where the model's drafts do not pay.
 
     The model's cache falls behind in rows that it does not draft for, as that of a draft that rests.
     """
+
+    looks_up = True
 
     def __init__(self, model: Drafter, suffix: SuffixDrafter) -> None:
         self.model = model
@@ -33,8 +35,6 @@ class HybridDrafter(Drafter):
         self.suffix = suffix
         self._accepted = AcceptanceRate()
         """The acceptance rate of the model's draft tokens."""
-        self._by_model: set[Request] = set()
-        """The requests for which the model drafted in this round."""
         self._drafted = 0.0
         """Tokens that the model drafts in a round: a running mean. It may end drafts early."""
         self._step_seconds = self._verify_seconds = 0.0
@@ -43,10 +43,12 @@ class HybridDrafter(Drafter):
 
     @override
     def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> list[Proposal]:
-        matched = self.suffix.find_all(requests, plan, forced, self._is_better)
+        lookups = plan._replace(lens=plan.lookup_lens or plan.lens)
+        matched = self.suffix.find_all(
+            requests, lookups, forced, lambda row, hits: self._is_better(hits, plan.lens[row])
+        )
         left = [0 if row in matched else count for row, count in enumerate(plan.lens)]
-        self._by_model = {request for request, count in zip(requests, left, strict=True) if count}
-        if self._by_model:
+        if any(left):
             began = time.perf_counter()
             proposals = self.model.propose(requests, plan._replace(lens=left), forced)
             drawn = (len(proposal.tokens) - proposal.forced for proposal in proposals)
@@ -56,21 +58,24 @@ class HybridDrafter(Drafter):
         else:
             proposals = list(map(Proposal.begin, forced))
         self._proposed_at = time.perf_counter()
-        return [Proposal(matched[row]) if row in matched else proposal for row, proposal in enumerate(proposals)]
+        for row, tokens in matched.items():
+            proposals[row] = Proposal(tokens, looked_up=True)
+        return proposals
 
     @override
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         if draft_len:
             self._verify_seconds = _mean(self._verify_seconds, time.perf_counter() - self._proposed_at)
-        for request, outcome in zip(requests, outcomes, strict=True):
-            if request in self._by_model and not isinstance(outcome, SpecError):
+        for outcome in outcomes:
+            if not isinstance(outcome, SpecError):
                 self._accepted.add(*outcome.evaluated, 256.0)
-        self._by_model = set()
         self.suffix.observe(requests, outcomes, draft_len)
         self.model.observe(requests, outcomes, draft_len)
 
     def _is_better(self, expected: float, count: int) -> bool:
         """Whether a suffix draft of ``expected`` accepted tokens beats the model's draft of ``count`` steps."""
+        if not count:
+            return True
         rate = self._accepted.rate(0.7, 4.0)
         count = min(count, max(1, round(self._drafted or count)))
         by_model = sum(rate**step for step in range(1, count + 1))

@@ -204,11 +204,11 @@ class SuffixDrafter(Drafter):
         requests: Sequence[Request],
         plan: DraftPlan,
         forced: RowIds,
-        pays: Callable[[float, int], bool] = lambda expected, count: True,
+        pays: Callable[[int, float], bool] = lambda row, expected: True,
     ) -> dict[int, list[int]]:
         """The draft tokens of rows that have some, as far as they are worth their verification.
 
-        pays: of how many of them are expected to be accepted, and the row's count. The others are as in ``propose``.
+        pays: of a row, and how many of its tokens are expected to be accepted. The others are as in ``propose``.
         """
         matches = {
             row: self.find(request, plan.lens[row])
@@ -220,7 +220,7 @@ class SuffixDrafter(Drafter):
         for row, match in matches.items():
             kept = [index for index, likely in enumerate(match.survival[:longest]) if not plan.keeps(index, likely)]
             worth = kept[0] if kept else min(longest, len(match.survival))
-            if worth and pays(sum(match.survival[:worth]), plan.lens[row]):
+            if worth and pays(row, sum(match.survival[:worth])):
                 drafts[row] = match.tokens[:worth]
         return drafts
 

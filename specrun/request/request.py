@@ -48,10 +48,14 @@ class Outcome(NamedTuple):
     """Log-probabilities of the accepted tokens and the next token, if the request wants them."""
     forced: int = 0
     """Number of first draft tokens that the grammar forced."""
+    looked_up: bool = False
+    """Whether the draft was looked up in place of a model's; see ``HybridDrafter``."""
 
     @property
     def evaluated(self) -> tuple[int, int]:
-        """Accepted and evaluated tokens of the drafter: those behind the first rejected one were not evaluated."""
+        """How many of the drafter's own tokens were accepted, and how many with the first rejected one."""
+        if self.looked_up:
+            return 0, 0
         accepted = len(self.accepted)
         return max(0, accepted - self.forced), max(0, min(self.drafted, accepted + 1) - self.forced)
 

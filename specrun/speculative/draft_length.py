@@ -12,6 +12,8 @@ acceptance rate (arXiv 2211.17192). Both are measured. A non-speculative step is
 4. Where drafts can end by themselves, they may have as many tokens as the rows can use, and end where another token
    costs more time than it is worth (``DraftPlan``). If rows of a batch drop tokens by themselves, acceptance rates are
    those of the others and promise too much. Then the measured yield of rounds that draft stands in their place.
+5. What can be looked up in place of a model's draft costs no draft step, so it is looked up in plain rounds too. All of
+   the above is about the model's drafts, and learns from no other.
 """
 
 from __future__ import annotations
@@ -90,11 +92,13 @@ class DraftLength:
         fixed_draft_len: int | None,
         expected: Callable[[int], ExpectedTimes] | None = None,
         skips_unused_tokens: bool = False,
+        looks_up: bool = False,
     ) -> None:
         """fixed_draft_len: the draft length of every round; None: the best one, 0 to ``max_draft_len``.
 
         expected: the times of rounds of so many rows, where engines were timed. skips_unused_tokens: whether a pass
-        takes as long as its rows have tokens together, not as the longest one has.
+        takes as long as its rows have tokens together, not as the longest one has. looks_up: whether drafts can be
+        looked up in place of the model's.
         """
         self.max_draft_len = max_draft_len
         self.fixed_draft_len = fixed_draft_len
@@ -102,6 +106,7 @@ class DraftLength:
         """Whether drafting pays, as far as is known. If it does, the draft reads prompts when the target does."""
         self._expected = expected
         self._skips_unused_tokens = skips_unused_tokens
+        self._looks_up = looks_up
         self._times: dict[int, RoundTimes] = {}
         """Round times, by batch size."""
         self._yields: dict[int, _Yield] = {}
@@ -128,8 +133,9 @@ class DraftLength:
         """
         if self.fixed_draft_len is not None:
             return DraftPlan([min(self.fixed_draft_len, limit) for limit in limits])
-        rows, longest, plain_plan = len(limits), min(self.max_draft_len, max(limits)), DraftPlan([0] * len(limits))
+        rows, longest = len(limits), min(self.max_draft_len, max(limits))
         known, by_row = self._times_of(rows), self._skips_unused_tokens and rows > 1
+        plain_plan = _plain(known, limits, by_row) if self._looks_up else DraftPlan([0] * rows)
         if not longest or (self._expected is None and len(self._times) == 1 and not known.counts[0]):
             return plain_plan
         times, alphas = known.seconds[: longest + 1], self._rates(requests)
@@ -147,8 +153,7 @@ class DraftLength:
         elif self._measures_plain(promised / plain, known.counts[0]):
             return plain_plan
         lens = [min(longest if drafts_end else best, limit) for limit in limits]
-        spent = known.expected_now() if by_row else ExpectedTimes(known.seconds)
-        plan = _ending(DraftPlan(lens), spent, by_row, max(plain, promised))
+        plan = _ending(plain_plan._replace(lens=lens), known, by_row, max(plain, promised))
         return plan if drafts_end else _by_rates(plan, alphas)
 
     def observe(self, requests: Sequence[Request], result: RoundResult, num_uncached_draft: int = 0) -> None:
@@ -219,12 +224,19 @@ class DraftLength:
         return False
 
 
-def _ending(plan: DraftPlan, times: ExpectedTimes, by_row: bool, tokens_per_second: float) -> DraftPlan:
+def _plain(known: RoundTimes, limits: Sequence[int], by_row: bool) -> DraftPlan:
+    """The plan of a round in which only what is looked up is drafted. A single row's tokens take time of their own."""
+    rows, times = len(limits), RoundTimes(known.expected_now().without_steps())
+    return _ending(DraftPlan([0] * rows, lookup_lens=limits), times, by_row or rows == 1, rows / times.seconds[0])
+
+
+def _ending(plan: DraftPlan, known: RoundTimes, by_row: bool, tokens_per_second: float) -> DraftPlan:
     """``plan``, with drafts that end where the batch would write more in the time of another token.
 
     by_row: whether each row's token takes time of its own beside the draft step of all rows. Else a round takes the
     time of its longest draft.
     """
+    times = known.expected_now() if by_row else ExpectedTimes(known.seconds)
     gains = [tokens_per_second * (later - sooner) for sooner, later in itertools.pairwise(times.rounds)]
     if not by_row:
         return plan._replace(min_step_gain=gains)
@@ -253,4 +265,4 @@ def _by_rates(plan: DraftPlan, alphas: Sequence[float]) -> DraftPlan:
     """``plan`` for drafts that do not end by themselves: each row has the tokens that survive at its own rate."""
     rows = zip(alphas, plan.lens, strict=True)
     lens = [sum(plan.keeps(index, alpha ** (index + 1)) for index in range(most)) for alpha, most in rows]
-    return DraftPlan(lens if any(lens) else plan.lens)
+    return DraftPlan(lens if any(lens) else plan.lens, lookup_lens=plan.lookup_lens)

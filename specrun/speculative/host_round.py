@@ -71,8 +71,9 @@ class HostRound(Round[ModelRunner, Drafter]):
             self.drafter.observe(requests, outcomes, plan.draft_len)
         for row in prompts:
             self._texts.cache_prefix(requests[row], row)
-        # Only rounds that read a prompt take longer than later ones of their shape.
-        seconds = None if prompts else time.perf_counter() - began
+        # Later rounds of this shape read no prompt, and may have draft steps.
+        unlike = bool(prompts) or any(proposal.looked_up for proposal in proposals)
+        seconds = None if unlike else time.perf_counter() - began
         drafted = [len(proposal.tokens) - proposal.forced for proposal in proposals]
         draft_len = sum(drafted) / len(drafted) if self.skips_unused_tokens else max(drafted)
         return RoundResult(outcomes, seconds, draft_len, not draft_len and self._draft_calls > calls)
@@ -80,7 +81,7 @@ class HostRound(Round[ModelRunner, Drafter]):
     def _draft(self, requests: Sequence[Request], plan: DraftPlan) -> list[Proposal]:
         """What is proposed for each request. What its grammar forces needs no drafter, and may be more than planned."""
         forced = [request.forced(self.max_draft_len) for request in requests]
-        if self.drafter and plan.draft_len:
+        if self.drafter and (plan.draft_len or plan.lookup_lens):
             return self.drafter.propose(requests, plan, forced)
         return list(map(Proposal.begin, forced))
 
@@ -112,7 +113,7 @@ class HostRound(Round[ModelRunner, Drafter]):
             if not index:
                 return as_spec_error(error)
             accepted, next_token = index - 1, drafts[index - 1]
-        outcome = Outcome(len(drafts), drafts[:accepted], next_token, None, proposal.forced)
+        outcome = Outcome(len(drafts), drafts[:accepted], next_token, None, proposal.forced, proposal.looked_up)
         return _with_logprobs(outcome, logits, request.options.logprobs)
 
     def _decide(self, request: Request, proposal: Proposal, logits: Iterator[Floats]) -> tuple[int, int]:

@@ -196,6 +196,11 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
         """Whether drafts for ``requests`` end by themselves, where their acceptance has become improbable."""
         return self.drafter is not None and self.drafter.ends_drafts(requests)
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts can be looked up in place of a model's."""
+        return self.drafter is not None and self.drafter.looks_up
+
     def cache_prefix(self, request: Request, row: int) -> None:
         """Copy the request's text from its ``row`` to the prefix cache."""
         for texts in self._caches:

@@ -31,6 +31,10 @@ class ExpectedTimes(NamedTuple):
     draft_step: float = 0.0
     """The part of it that each further draft step takes."""
 
+    def without_steps(self) -> ExpectedTimes:
+        """What rounds take whose drafts cost no step."""
+        return ExpectedTimes([seconds - g * self.draft_step for g, seconds in enumerate(self.rounds)])
+
 
 def expected_by_passes(target: PassTimes, draft: PassTimes | None, rows: int, max_draft_len: int) -> ExpectedTimes:
     """Seconds of rounds of draft length 0 to ``max_draft_len`` that follow from the times of passes.

@@ -33,6 +33,8 @@ from specrun.errors import PairError, RequestError
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
+from specrun.speculative.draft_length import DraftLength
+from specrun.speculative.round_times import ExpectedTimes
 from tests.helpers.reference import exact_probabilities, fits
 from tests.helpers.repetitive_requests import V, on_device, some_requests
 from tests.helpers.tables import decode, make_requests, normal, save_table_engine
@@ -269,6 +271,23 @@ def test_each_row_is_drafted_by_what_promises_more(target: Path, draft: Path) ->
         assert steps > 60
         decode(decoder, [Request([5], SamplingParams(1.0, seed=9), 60)])
         assert model.runner.calls - steps < steps / 2
+
+
+def test_what_is_known_is_drafted_beside_a_model_that_does_not_pay(tmp_path: Path) -> None:
+    """The draft is mostly wrong. ``auto`` leaves it off, and goes on looking up."""
+    logits = normal(3, 50)
+    target = save_table_engine(tmp_path / "target", logits)
+    draft = save_table_engine(tmp_path / "draft", -logits)
+    with SpeculativeDecoder.open(target, draft, DraftTargetConfig(draft="suffix")) as decoder:
+        drafter, expected = decoder.scheduler.round.drafter, ExpectedTimes([g * 1e-4 for g in range(1, 12)], 9e-5)
+        assert isinstance(drafter, HybridDrafter) and isinstance(drafter.model, ModelDrafter)
+        lengths = decoder.scheduler.lengths = DraftLength(10, None, lambda _: expected, looks_up=True)
+        texts = [decode(decoder, [Request([0], SamplingParams(1.0, seed=seed), 48)]) for seed in range(30)]
+        assert not lengths.drafting
+        steps, again = drafter.model.runner.calls, Request([0], SamplingParams(1.0, seed=29), 48)
+        assert decode(decoder, [again]) == texts[-1]
+        assert again.stats.accepted > 30
+        assert drafter.model.runner.calls - steps <= 8, "trials"
 
 
 def test_the_commands(engines: Path) -> None:

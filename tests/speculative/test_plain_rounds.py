@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from specrun.request.request import Request
+from specrun.request.request import Outcome, Request
 from specrun.speculative.draft_length import DraftLength
+from specrun.speculative.round import RoundResult
 from specrun.speculative.round_times import ExpectedTimes
 from tests.helpers.told_rounds import text, told
 
@@ -31,6 +32,27 @@ def test_steps_that_follow_one_another_are_what_drafts_have_to_beat() -> None:
     """1.9 tokens in 2.05 steps; beside a step of 1.25 they would seem to pay."""
     assert drafted_share(0.9, 2.05) < 0.1, "trials, which lose little"
     assert drafted_share(0.9, 1.6) > 0.8
+
+
+def _that_looks_up(looks_up: bool) -> DraftLength:
+    """Where a draft step takes as long as the target's."""
+    return DraftLength(4, None, lambda _: ExpectedTimes([1.0, 2.1, 3.2, 4.3, 5.4], 1.0), looks_up=looks_up)
+
+
+def test_what_is_looked_up_says_nothing_of_the_model() -> None:
+    """A draft step costs too much. What rounds without one yield is not counted as the model's."""
+    lengths, row = _that_looks_up(True), text()
+    for number in range(400):
+        plan = lengths.choose([row], [3], drafts_end=True)
+        if number % 2:
+            found = Outcome(3, [0] * 3, 0, looked_up=True)
+            lengths.observe([row], RoundResult([found], None, 3))
+        else:
+            lengths.observe([row], told(plan.draft_len, 1.0 + 1.1 * plan.draft_len, [(0, plan.draft_len)]))
+    assert not lengths.drafting
+    assert list(plan.lens) == [0] and list(plan.lookup_lens) == [3]
+    assert plan.min_survival == pytest.approx([0.1] * 4, rel=0.1), "what a token more costs to verify"
+    assert not _that_looks_up(False).choose([row], [3]).lookup_lens
 
 
 def decode(lengths: DraftLength, rows: Sequence[Request], rounds: int, tokens: int, plain_seconds: float = 1.0) -> int:
