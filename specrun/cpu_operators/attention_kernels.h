@@ -70,16 +70,21 @@ TARGET void write_token(void* item, size_t number) {
     }
 }
 
-// A query, and the keys that it sees: ``keys`` of them from the position ``first`` on.
+// The highest of a query's scores, and the sum of e to the power of what each is below it.
+struct Softmax {
+    float highest, sum;
+};
+
+// A query, and keys that it sees: ``keys`` of them from the position ``first`` on.
 struct Query {
     const float* q;
     int64_t first, keys;
     float* weights;  // [keys, and up to 15 more]
-    float* y;
-    float softcap, sink;  // 0: none; -INFINITY: none.
+    float softcap;   // 0: none.
+    Softmax softmax;
+    float* y;        // Weights times values, not divided by their sum.
+    float* answers;  // Where the answer of each split of the keys goes; null: to ``y``, one after the other.
 };
-
-constexpr int64_t kNumbersAhead = kLinesAhead * kLanes;  // A line has as many numbers as a vector.
 
 // y [kQueries, width] += values times weights, of keys ``begin`` to ``end``; ``values`` are those of ``begin`` on.
 // weights: of query n and a key, n * apart + key * kStep.
@@ -93,7 +98,6 @@ INLINE void mix_vectors(float* y, const float* weights, int64_t apart, const flo
     for (int64_t key = begin; key < end; ++key, values += width) {
         UNROLL for (int v = 0; v < kVectors; ++v) {
             Float value;
-            if (kStep == 1) __builtin_prefetch(values + v * kLanes + kNumbersAhead, 0, kSecondCache);
             load(value, values + v * kLanes);
             UNROLL for (int n = 0; n < kQueries; ++n) sums[n][v] += value * weights[n * apart + key * kStep];
         }
@@ -147,10 +151,7 @@ INLINE void score(const Query* queries, const float* keys, int64_t width, int64_
         Float sums[kQueries][4] = {};
         for (int64_t lane = 0; lane < width; lane += kLanes) {
             Float part[4];
-            UNROLL for (int i = 0; i < 4; ++i) {
-                __builtin_prefetch(places[i] + lane + kNumbersAhead, 0, kSecondCache);
-                load(part[i], places[i] + lane);
-            }
+            UNROLL for (int i = 0; i < 4; ++i) load(part[i], places[i] + lane);
             UNROLL for (int n = 0; n < kQueries; ++n) {
                 Float q;
                 load(q, queries[n].q + lane);
@@ -164,8 +165,8 @@ INLINE void score(const Query* queries, const float* keys, int64_t width, int64_
     }
 }
 
-// Scores become weights. Returns what they are to be divided by.
-TARGET float weigh(const Query& query) {
+// Scores become weights.
+TARGET Softmax weigh(const Query& query) {
     const int64_t end = (query.keys + kLanes - 1) / kLanes * kLanes;
     float* weights = query.weights;
     if (query.softcap != 0.0f) cap_scores(weights, end, query.softcap);
@@ -177,7 +178,7 @@ TARGET float weigh(const Query& query) {
         load(score, weights + key);
         highest = select(score > highest, score, highest);
     }
-    float most = query.sink;
+    float most = -INFINITY;
     for (int lane = 0; lane < kLanes; ++lane) most = std::max(most, highest[lane]);
     for (int64_t key = 0; key < end; key += kLanes) {
         Float score;
@@ -191,13 +192,30 @@ TARGET float weigh(const Query& query) {
         sum += score;
     }
     const Float all[4] = {sum, sum, sum, sum};
-    return sums_of(all)[0] + exponential(spread(query.sink - most))[0];  // Without a sink, too little to change it.
+    return {most, sums_of(all)[0]};
 }
 
-// Queries: whose keys begin at the same position; of increasing numbers of keys.
-// memory: for unpacked heads, kKeysAtATime of them, and for what becomes the answers. widest: of keys and values.
+// Join the queries' answers so far and those of further keys, ``parts``. answers: [count, stride], of the parts.
+TARGET void join(Query* queries, const Query* parts, int count, const float* answers, int64_t width, int64_t stride) {
+    float before[kLanes] = {}, now[kLanes] = {};
+    for (int n = 0; n < count; ++n) before[n] = queries[n].softmax.highest, now[n] = parts[n].softmax.highest;
+    Float highest, further;
+    load(highest, before), load(further, now);
+    const Float most = select(further > highest, further, highest);
+    store(before, exponential(highest - most)), store(now, exponential(further - most));
+    for (int n = 0; n < count; ++n, answers += stride) {
+        if (parts[n].keys <= 0) continue;
+        Query& query = queries[n];
+        query.softmax = {most[n], query.softmax.sum * before[n] + parts[n].softmax.sum * now[n]};
+        for (int64_t i = 0; i < width; ++i) query.y[i] = query.y[i] * before[n] + answers[i] * now[n];
+    }
+}
+
+// Write each query's softmax, and its answer to y [count, width of a value].
+// Queries: whose keys begin at the same position; of increasing numbers of keys, of which those of the last are some.
+// memory: for kKeysAtATime heads.
 template <class Keys, class Values>
-TARGET void answer(const Query* queries, int count, Keys keys, Values values, int64_t widest, float* memory) {
+TARGET void answer(Query* queries, int count, Keys keys, Values values, float* memory, float* y) {
     const int64_t most = queries[count - 1].keys, step = std::min(Keys::kAtATime, most);
     const int64_t width = keys.width, value_width = values.width;
     for (int64_t begin = 0; begin < most; begin += step) {
@@ -207,9 +225,9 @@ TARGET void answer(const Query* queries, int count, Keys keys, Values values, in
         for (; n + 2 <= count; n += 2) score<2>(queries + n, floats, width, begin, std::min(end, queries[n + 1].keys));
         if (n < count) score<1>(queries + n, floats, width, begin, std::min(end, queries[n].keys));
     }
-    float divisors[kLanes];
-    for (int n = 0; n < count; ++n) divisors[n] = weigh(queries[n]);
-    float* y = memory + kKeysAtATime * widest;
+    for (int n = 0; n < count; ++n) {
+        if (queries[n].keys) queries[n].softmax = weigh(queries[n]);
+    }
     std::fill(y, y + count * value_width, 0.0f);
     const int64_t apart = count > 1 ? queries[1].weights - queries[0].weights : 0;
     for (int64_t begin = 0; begin < most; begin += step) {
@@ -221,9 +239,6 @@ TARGET void answer(const Query* queries, int count, Keys keys, Values values, in
         }
         if (n < count) mix<1, 1>(y + n * value_width, queries[n].weights, 0, floats, value_width, begin, end);
     }
-    for (int n = 0; n < count; ++n) {
-        for (int64_t i = 0; i < values.numbers(); ++i) queries[n].y[i] = y[n * value_width + i] / divisors[n];
-    }
 }
 
 // With fewer queries, lanes without one cost more than it saves to read keys once. (Measured with AVX-512 and AVX2, on
@@ -232,25 +247,28 @@ constexpr int kManyQueries = kPart == kLanes ? 6 : 14;
 
 // Queries of any number up to 16, whose keys begin at the same position; of increasing numbers of keys.
 template <class Keys, class Values>
-TARGET void answer_all(const Query* queries, int count, Keys keys, Values values, int64_t widest, float* memory) {
+TARGET void answer_all(Query* queries, int count, Keys keys, Values values, int64_t widest, float* memory) {
+    float* y = memory + kKeysAtATime * widest;
     if (count >= kManyQueries) {
-        answer_lanes(queries, count, keys, values, widest, memory);
+        answer_lanes(queries, count, keys, values, widest, memory, y);
     } else {
-        answer(queries, count, keys, values, widest, memory);
+        answer(queries, count, keys, values, memory, y);
     }
 }
 
 INLINE int64_t whole_lanes(int64_t width) { return (width + kLanes - 1) / kLanes * kLanes; }
 
-// The same, and what is mixed is mixed back. keys, values: the row's from its first position on.
-TARGET void answer_part(const CachedAttention& all, const Query* queries, int count, const uint8_t* keys,
-                        const uint8_t* values, int64_t widest, float* memory) {
+// The same. keys, values: the row's from its first position on.
+TARGET void answer_heads(const CachedAttention& all, Query* queries, int count, const uint8_t* keys,
+                         const uint8_t* values, int64_t widest, float* memory) {
     keys += queries[0].first * all.key_bytes(), values += queries[0].first * all.value_bytes();
     if (!all.is_packed()) {
         const auto *k = reinterpret_cast<const float*>(keys), *v = reinterpret_cast<const float*>(values);
         const int64_t width = all.width, value_width = all.value_width;
         if (width % kLanes == 0 && value_width % kLanes == 0) {
-            answer_all(queries, count, FloatHeads{k, width}, FloatHeads{v, value_width}, widest, memory);
+            const bool prefetches = all.tokens <= kTokensOfPart;  // Else most are in a cache, from another part.
+            const FloatHeads of_keys{k, width, prefetches}, of_values{v, value_width, prefetches};
+            answer_all(queries, count, of_keys, of_values, widest, memory);
         } else {
             const OddHeads odd_keys{k, width, whole_lanes(width)}, odd_values{v, value_width, whole_lanes(value_width)};
             answer_all(queries, count, odd_keys, odd_values, widest, memory);
@@ -264,24 +282,83 @@ TARGET void answer_part(const CachedAttention& all, const Query* queries, int co
     } else {
         answer_all(queries, count, of_keys, PackedHeads<4>{values, width}, widest, memory);
     }
-    for (int n = 0; n < count; ++n) mix_numbers(queries[n].y, width);
+}
+
+// The answers of a split of the queries' keys.
+TARGET void answer_split(const CachedAttention& all, Query* queries, int count, int64_t split, const uint8_t* keys,
+                         const uint8_t* values, int64_t widest, float* memory) {
+    const int64_t skipped = split * kKeysOfSplit;
+    Query parts[kLanes];
+    for (int n = 0; n < count; ++n) {
+        parts[n] = queries[n];
+        parts[n].first += skipped;
+        parts[n].keys = std::clamp<int64_t>(queries[n].keys - skipped, 0, kKeysOfSplit);
+    }
+    answer_heads(all, parts, count, keys, values, widest, memory);
+    const int64_t width = all.value_width, stride = all.is_packed() ? all.width : whole_lanes(width);
+    const float* answers = memory + kKeysAtATime * widest;
+    if (!all.answers) return join(queries, parts, count, answers, width, stride);
+    for (int n = 0; n < count; ++n, answers += stride) {
+        float* answer = queries[n].answers + split * (2 + width);
+        std::memcpy(answer, &parts[n].softmax, sizeof parts[n].softmax);
+        std::memcpy(answer + 2, answers, static_cast<size_t>(width) * sizeof(float));
+    }
+}
+
+// Before any key: a sink is a score without a value.
+INLINE Softmax begin_answer(const CachedAttention& all, int64_t q_head, float* y) {
+    std::fill(y, y + all.value_width, 0.0f);
+    return all.sinks ? Softmax{all.sinks[q_head], 1.0f} : Softmax{-INFINITY, 0.0f};
+}
+
+// y / sum, and what is mixed is mixed back.
+INLINE void end_answer(const CachedAttention& all, const Softmax& softmax, float* y) {
+    for (int64_t i = 0; i < all.value_width; ++i) y[i] /= softmax.sum;
+    if (all.is_packed()) mix_numbers(y, all.width);
+}
+
+INLINE int64_t splits_of(int64_t keys) { return (keys + kKeysOfSplit - 1) / kKeysOfSplit; }
+
+INLINE float* answers_of(const CachedAttention& all, int64_t query) {
+    return all.answers + query * all.splits * (2 + all.value_width);
+}
+
+// The answers of all keys, or of ``own_split`` where threads divide them.
+TARGET void answer_keys(const CachedAttention& all, Query* queries, int count, int64_t own_split, const uint8_t* keys,
+                        const uint8_t* values, int64_t widest, float* memory) {
+    const int64_t splits = splits_of(queries[count - 1].keys);
+    if (count >= kManyQueries) lay_out_lanes(queries, count, whole_lanes(all.width), lanes_of(memory, widest));
+    if (all.answers) {
+        if (own_split < splits) answer_split(all, queries, count, own_split, keys, values, widest, memory);
+        return;
+    }
+    for (int64_t split = 0; split < splits; ++split) {
+        answer_split(all, queries, count, split, keys, values, widest, memory);
+    }
+    for (int n = 0; n < count; ++n) end_answer(all, queries[n].softmax, queries[n].y);
 }
 
 struct alignas(64) Line {
     float numbers[kLanes];
 };
 
-// The queries of up to kTokensOfPart tokens of a row that read the same keys.
+// An unused token: see matmul.cpp.
+INLINE bool is_unused(const CachedAttention& all, int64_t token) {
+    return std::isnan(all.q[token * all.q_heads * all.width]);
+}
+
+// The queries of up to kTokensOfPart tokens of a row that read the same keys; of all keys, or of one split of them.
 TARGET void attend_part(void* item, size_t number) {
     const CachedAttention& all = *static_cast<const CachedAttention*>(item);
     const int64_t parts = (all.tokens + kTokensOfPart - 1) / kTokensOfPart;
-    const int64_t part = static_cast<int64_t>(number) % parts, head = static_cast<int64_t>(number) / parts;
+    const int64_t splits = std::max<int64_t>(all.splits, 1), index = static_cast<int64_t>(number) / splits;
+    const int64_t own_split = static_cast<int64_t>(number) % splits, part = index % parts, head = index / parts;
     const int64_t row = head / all.kv_heads, kv_head = head % all.kv_heads;
     const int64_t first = part * kTokensOfPart, end = std::min(first + kTokensOfPart, all.tokens);
     const int64_t base = head * all.positions, width = whole_lanes(all.width);
     const int64_t widest = std::max(width, whole_lanes(all.value_width));
     const uint8_t *keys = all.keys + base * all.key_bytes(), *values = all.values + base * all.value_bytes();
-    const int64_t most = whole_lanes(all.first[row] + end);
+    const int64_t most = std::min(whole_lanes(all.first[row] + end), kKeysOfSplit);
     thread_local std::vector<Line> lines;  // Aligned: a vector that crosses lines of the cache takes twice as long.
     lines.resize(static_cast<size_t>(kLanes * width + lanes_memory(most, widest)) / kLanes);
     float *rotated = lines.data()->numbers, *memory = rotated + kLanes * width;
@@ -289,12 +366,12 @@ TARGET void attend_part(void* item, size_t number) {
     Query queries[kLanes];
     int count = 0;
     const auto answer_them = [&] {
-        if (count) answer_part(all, queries, count, keys, values, widest, memory);
+        if (count) answer_keys(all, queries, count, own_split, keys, values, widest, memory);
         count = 0;
     };
     for (int64_t token = first; token < end; ++token) {
         const int64_t first_head = (row * all.tokens + token) * all.q_heads;
-        if (std::isnan(all.q[first_head * all.width])) {  // An unused token: see matmul.cpp.
+        if (is_unused(all, row * all.tokens + token)) {
             if (kv_head == 0) all.y[first_head * all.value_width] = NAN;
             continue;
         }
@@ -305,11 +382,30 @@ TARGET void attend_part(void* item, size_t number) {
             rotate(all, all.q + (first_head + q_head) * all.width, row, token, all.scale, query);
             std::fill(query + all.width, query + width, 0.0f);
             if (all.is_packed()) mix_numbers(query, width);
-            const float sink = all.sinks ? all.sinks[q_head] : -INFINITY;
             float* y = all.y + (first_head + q_head) * all.value_width;
-            queries[count] = {query, from, position + 1 - from, weights + count * most, y, all.softcap, sink};
+            float* answers = all.answers ? answers_of(all, first_head + q_head) : nullptr;
+            const Softmax softmax = all.answers ? Softmax{} : begin_answer(all, q_head, y);
+            queries[count] = {query,   from, position + 1 - from, weights + count * most,
+                              all.softcap, softmax, y, answers};
             if (++count == kLanes) answer_them();
         }
     }
     answer_them();
+}
+
+// Join the answers of a query's splits.
+TARGET void join_splits(void* item, size_t number) {
+    const CachedAttention& all = *static_cast<const CachedAttention*>(item);
+    const int64_t query = static_cast<int64_t>(number), token = query / all.q_heads;
+    if (is_unused(all, token)) return;
+    const int64_t position = all.first[token / all.tokens] + token % all.tokens, width = all.value_width;
+    float* y = all.y + query * width;
+    Query whole{}, part{};
+    whole.softmax = begin_answer(all, query % all.q_heads, y), whole.y = y, part.keys = 1;
+    const float* answer = answers_of(all, query);
+    for (int64_t left = splits_of(position + 1 - all.first_seen(position)); left > 0; --left, answer += 2 + width) {
+        part.softmax = {answer[0], answer[1]};
+        join(&whole, &part, 1, answer + 2, width, 0);
+    }
+    end_answer(all, whole.softmax, y);
 }

@@ -37,24 +37,30 @@ INLINE void score_lanes(const float* queries, const float* keys, int64_t width, 
     }
 }
 
-// Queries: ``count`` of them, 1 to 16, whose keys begin at the same position; of increasing numbers of keys.
-template <class Keys, class Values>
-TARGET void answer_lanes(const Query* queries, int count, Keys keys, Values values, int64_t widest, float* memory) {
-    const int64_t fewest = queries[0].keys, most = queries[count - 1].keys, width = keys.width;
-    float *unpacked = memory, *y = unpacked + kKeysAtATime * widest, *by_lane = y + kLanes * widest;
-    float* weights = by_lane + kLanes * widest;
-    int32_t numbers[kLanes];  // Of keys of each lane. Lanes without a query do the work of the last one.
-    float sinks[kLanes];
+// Where the queries lie, number by number.
+INLINE float* lanes_of(float* memory, int64_t widest) { return memory + (kKeysAtATime + kLanes) * widest; }
+
+// by_lane: [width, 16]. Lanes without a query do the work of the last one.
+TARGET void lay_out_lanes(const Query* queries, int count, int64_t width, float* by_lane) {
     for (int lane = 0; lane < kLanes; ++lane) {
-        const Query& query = queries[std::min(lane, count - 1)];
-        numbers[lane] = static_cast<int32_t>(query.keys), sinks[lane] = query.sink;
-        for (int64_t i = 0; i < width; ++i) by_lane[i * kLanes + lane] = query.q[i];
+        const float* q = queries[std::min(lane, count - 1)].q;
+        for (int64_t i = 0; i < width; ++i) by_lane[i * kLanes + lane] = q[i];
+    }
+}
+
+// As ``answer``. Queries: 1 to 16. widest: of keys and values.
+template <class Keys, class Values>
+TARGET void answer_lanes(Query* queries, int count, Keys keys, Values values, int64_t widest, float* memory, float* y) {
+    const int64_t fewest = queries[0].keys, most = queries[count - 1].keys, width = keys.width;
+    float *unpacked = memory, *by_lane = lanes_of(memory, widest), *weights = by_lane + kLanes * widest;
+    int32_t numbers[kLanes];  // Of keys of each lane.
+    for (int lane = 0; lane < kLanes; ++lane) {
+        numbers[lane] = static_cast<int32_t>(queries[std::min(lane, count - 1)].keys);
     }
     Int seen;
     load(seen, numbers);
     const Float nothing = spread(-INFINITY);
-    Float sink, highest;
-    load(sink, sinks), load(highest, sinks);
+    Float highest = nothing;
     int64_t key = 0;
     const int64_t step = std::min(Keys::kAtATime, most);
     for (int64_t begin = 0; begin < most; begin += step) {
@@ -84,7 +90,8 @@ TARGET void answer_lanes(const Query* queries, int count, Keys keys, Values valu
         store(weights + key * kLanes, weight);
         sums[key % kLanes] += weight;
     }
-    const Float divisors = sum_of_parts(sums) + exponential(sink - highest);
+    const Float sum = sum_of_parts(sums);
+    for (int n = 0; n < count; ++n) queries[n].softmax = {highest[n], sum[n]};
     const int64_t value_width = values.width;
     std::fill(y, y + count * value_width, 0.0f);
     for (int64_t begin = 0; begin < most; begin += kKeysAtATime) {
@@ -95,8 +102,5 @@ TARGET void answer_lanes(const Query* queries, int count, Keys keys, Values valu
             mix_two<kLanes>(queries + n, y + n * value_width, weights + n, 1, floats, value_width, begin, end);
         }
         if (n < count) mix<1, kLanes>(y + n * value_width, weights + n, 0, floats, value_width, begin, end);
-    }
-    for (int n = 0; n < count; ++n) {
-        for (int64_t i = 0; i < values.numbers(); ++i) queries[n].y[i] = y[n * value_width + i] / divisors[n];
     }
 }

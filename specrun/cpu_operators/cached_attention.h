@@ -33,6 +33,9 @@ struct CachedAttention {
     int64_t value_bits;        // Of a number: 32: keys and values are floats. 8 or 4: codes, keys of 8; packed_heads.h
     uint8_t *keys, *values;    // [B, kv_heads, positions, bytes of one]: tokens of this pass are written here first
     float* y;                  // [B, S, q_heads, value_width]
+    // Where threads divide a query's keys: [B, S, q_heads, splits, 2 + value_width], each split's Softmax and answer.
+    float* answers;
+    int64_t splits;
 
     int64_t group() const { return q_heads / kv_heads; }
     bool is_packed() const { return value_bits != 32; }
@@ -45,6 +48,8 @@ struct CachedAttention {
 };
 
 constexpr int64_t kTokensOfPart = 16;  // A part is an item of work.
+// Keys whose weights are summed up by themselves: of a query, those from its first one on, then the next ones.
+constexpr int64_t kKeysOfSplit = 256;
 
 // Returns false where threads fail.
 bool attend(CachedAttention attention, const Threads& threads);

@@ -96,14 +96,18 @@ INLINE void store_codes(float* y, CodePart codes, float scale) {
     std::memcpy(y, &numbers, sizeof numbers);
 }
 
+// Ask for the lines that are kLinesAhead of those from ``begin`` to ``end``.
+INLINE void prefetch_heads(const void* begin, const void* end) {
+    const char* line = static_cast<const char*>(begin);
+    for (; line < end; line += 64) __builtin_prefetch(line + kLinesAhead * 64, 0, kSecondCache);
+}
+
 // Heads of codes become floats, still mixed.
 template <int kBits>
 TARGET void unpack_heads(const uint8_t* heads, int64_t count, int64_t width, float* y) {
     const int64_t bytes = packed_bytes(width, kBits), code_bytes = width * kBits / 8;
+    prefetch_heads(heads, heads + count * bytes);
     for (int64_t head = 0; head < count; ++head, heads += bytes) {
-        for (int64_t line = 0; line < bytes; line += 64) {
-            __builtin_prefetch(heads + line + kLinesAhead * 64, 0, kSecondCache);
-        }
         for (int64_t block = 0; block < width / kBlock; ++block, y += kBlock) {
             uint16_t stored;
             std::memcpy(&stored, heads + code_bytes + block * 2, sizeof stored);
@@ -125,14 +129,17 @@ TARGET void unpack_heads(const uint8_t* heads, int64_t count, int64_t width, flo
 }
 
 // The heads of a row's keys or values, from a position on. ``floats`` has those of begin to end, each of ``width`` numbers,
-// a multiple of 16; memory: for kAtATime of them. ``numbers`` are those that a head has.
+// a multiple of 16; memory: for kAtATime of them.
 struct FloatHeads {
     const float* heads;
     int64_t width;
+    bool prefetches;
 
-    static constexpr int64_t kAtATime = INT64_MAX / 2;
-    int64_t numbers() const { return width; }
-    const float* floats(int64_t begin, int64_t, float*) const { return heads + begin * width; }
+    static constexpr int64_t kAtATime = kKeysAtATime;
+    TARGET const float* floats(int64_t begin, int64_t end, float*) const {
+        if (prefetches) prefetch_heads(heads + begin * width, heads + end * width);
+        return heads + begin * width;
+    }
 };
 
 // Heads of any width. Zeros behind them change no sum.
@@ -141,8 +148,8 @@ struct OddHeads {
     int64_t own_width, width;
 
     static constexpr int64_t kAtATime = kKeysAtATime;
-    int64_t numbers() const { return own_width; }
-    const float* floats(int64_t begin, int64_t end, float* memory) const {
+    TARGET const float* floats(int64_t begin, int64_t end, float* memory) const {
+        prefetch_heads(heads + begin * own_width, heads + end * own_width);
         for (int64_t head = begin; head < end; ++head) {
             float* values = memory + (head - begin) * width;
             std::memcpy(values, heads + head * own_width, static_cast<size_t>(own_width) * sizeof(float));
@@ -158,7 +165,6 @@ struct PackedHeads {
     int64_t width;
 
     static constexpr int64_t kAtATime = kKeysAtATime;
-    int64_t numbers() const { return width; }
     TARGET const float* floats(int64_t begin, int64_t end, float* memory) const {
         unpack_heads<kBits>(heads + begin * packed_bytes(width, kBits), end - begin, width, memory);
         return memory;

@@ -124,16 +124,19 @@ def _value_width(case: Case) -> int:
     return case.value_width or case.width
 
 
-def made(case: Case, tokens: int, *first: int, positions: int = POSITIONS) -> Pass:
-    """A pass of rows with caches up to ``first``, and junk behind that. A row's numbers depend on its place alone."""
+def made(case: Case, tokens: int, *first: int, positions: int = POSITIONS, length: int = POSITIONS) -> Pass:
+    """A pass of rows with caches up to ``first``, and junk behind that. A row's numbers depend on its place alone.
+
+    length: tokens of a text, of which the pass reads some.
+    """
     rows: list[list[Floats]] = []
     for row in range(len(first)):
         random = np.random.default_rng(row)
         q, k, v = (
-            random.standard_normal((POSITIONS, size)).astype(np.float32)
+            random.standard_normal((length, size)).astype(np.float32)
             for size in (case.q_heads * case.width, case.kv_heads * case.width, case.kv_heads * _value_width(case))
         )
-        angles = random.uniform(0, 6, (POSITIONS, case.rotated // 2)).astype(np.float32)
+        angles = random.uniform(0, 6, (length, case.rotated // 2)).astype(np.float32)
         rows.append([q, k, v, np.cos(angles), np.sin(angles)])
 
     def new(index: int) -> Floats:
@@ -146,7 +149,7 @@ def made(case: Case, tokens: int, *first: int, positions: int = POSITIONS) -> Pa
         width, written = _value_width(case) if index == 2 else case.width, tokens if case.is_written else 0
         whole = np.full((len(rows), case.kv_heads, positions, width), np.nan, np.float32)
         for number, (row, begin) in enumerate(zip(rows, first, strict=True)):
-            heads = row[index].reshape(POSITIONS, case.kv_heads, width)
+            heads = row[index].reshape(length, case.kv_heads, width)
             if index == 1:
                 heads = rotate(heads, row[3][:, None], row[4][:, None], case).astype(np.float32)
             whole[number, :, : begin + written] = heads[: begin + written].swapaxes(0, 1)
@@ -296,6 +299,30 @@ def test_a_querys_bits_are_its_own(name: str, vectors: str) -> None:
             for rows, by in ((2, one), (1, two)):
                 assert np.array_equal(found(by, tokens, begin, rows), whole[:rows, begin : begin + tokens])
     assert np.array_equal(found(one, 3, 7, 2, positions=POSITIONS + 24), whole[:, 7:10])
+
+
+LONG = ["rotated", "wide", "sinks", "odd widths", "soft-capped scores", "4 bits", "8 bits", "a window"]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_in_long_texts_too(name: str, vectors: str) -> None:
+    """There, weights are summed up for some keys at a time. In short passes threads divide the keys."""
+    case, length = (CASES | PACKED)[name], 530
+    case = case._replace(window=300 if case.window else 0)
+    one, two = session(case), session(case, threads=2)
+    given = made(case, length, 0, positions=length, length=length)
+    choose_instruction_set(None)
+    whole, *caches = run(one, given)
+    if case.value_bits == 32:
+        np.testing.assert_allclose(whole, expected(case, given), rtol=5e-5, atol=1e-5)
+    choose_instruction_set(vectors)
+    for tokens in (1, 3, 16, 40):
+        for begin in (250, 400, 490):
+            given = made(case, tokens, begin, positions=length, length=length)
+            for past, written in zip((given.keys, given.values), caches, strict=True):
+                past[:, :, :begin] = written[:, :, :begin]
+            for by in (one, two):
+                assert np.array_equal(run(by, given)[0][0], whole[0, begin : begin + tokens])
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.rotated])
