@@ -37,7 +37,7 @@ class BuildOptions(Checked):
     qformat: QFormat = "auto"
     """Format of both models' weights. auto: as they are."""
     kv_cache_dtype: CacheForm = "auto"
-    """Bits of stored keys and values, on CPUs. auto: float32."""
+    """Form of stored keys and values, on CPUs. auto: float16 where the model has 16 bits."""
     max_batch_size: Annotated[int, at_least(1)] = 4
     """Most texts in a batch."""
     max_seq_len: Annotated[int, at_least(2)] | None = None

@@ -29,7 +29,7 @@ from specrun.evaluation.bench_results import Spread
 from specrun.evaluation.report.bandwidth import fastest
 
 WEIGHTS = {"float32": "auto", "int8": "int8"}
-CACHES = {"float32": "auto", "int8": "int8", "int4": "int4"}
+CACHES = ("float32", "float16", "int8", "int4")
 BASE = "float32"
 TEXT_LEN, CHUNK = 640, 64
 SIZES = {"max_batch_size": 4, "max_input_len": 512, "max_seq_len": 8180}
@@ -43,7 +43,7 @@ def engine_of(checkpoint: Path, work: Path, weights: str, cache: str) -> Path:
     if not engine.exists():
         if not onnx.exists():
             to_onnx(checkpoint, onnx, verify=False, qformat=WEIGHTS[weights])
-        build(onnx, engine, **SIZES, kv_cache_dtype=CACHES[cache])
+        build(onnx, engine, **SIZES, kv_cache_dtype=cache)
     return engine
 
 

@@ -112,6 +112,8 @@ def _engine(config: EngineConfig, show_all: bool) -> str:
     cache = config.graph.cache_bytes(build.max_batch_size, build.cache_length)
     bits = config.graph.value_bits
     cache_form = f"8 and {bits} bits" if bits else config.graph.cache_element.name
+    if bits == 16:
+        cache_form = "float16"
     where = ", ".join(backend.compute_capabilities) or _ANY.get(backend.name, "this GPU")
     rows = {
         "kind": "engine",

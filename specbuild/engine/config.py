@@ -49,7 +49,7 @@ class EngineOptions(Strict):
     tp_size: Annotated[int, Field(ge=1, le=1 << 10)] = 1
     """Ranks that compute the model together (tensor parallel). Default: 1."""
     kv_cache_dtype: CacheForm = "auto"
-    """CPU: bits of keys and values."""
+    """CPU: form of keys and values. auto: float16 for 16-bit checkpoints."""
     compute_capabilities: tuple[int, ...] = ()
     """GPUs of a TensorRT-RTX plan, as in 89. Default: all that take the graph, from 80 on."""
     timing_cache: Path | None = None

@@ -85,7 +85,7 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
             f"--multiple_profiles: an engine of {backend} has no profiles; leave it out, or give --backend tensorrt or "
             "tensorrt_rtx"
         )
-    if options.kv_cache_dtype != "auto":
+    if options.kv_cache_dtype not in ("auto", "float32"):
         _check_cache(options, checkpoint, backend)
     device: Literal["cpu", "cuda"] = "cpu"
     if backend != "onnxruntime" or options.device == "cuda":
@@ -137,8 +137,8 @@ def _check_cache(options: EngineOptions, checkpoint: CheckpointConfig, backend: 
         raise BackendError(
             f"{given}: is for engines of onnxruntime for the CPU; for TensorRT give it to 'specbuild convert'"
         )
-    if checkpoint.graph.features is not None:
-        raise BuildConfigError(f"{given}: features of a head are not stored in few bits; leave it out")
+    if checkpoint.graph.features is not None and options.kv_cache_dtype != "float16":
+        raise BuildConfigError(f"{given}: of targets and their heads the cache is float16 or float32; leave it out")
 
 
 def _inputs(checkpoint: CheckpointConfig) -> dict[str, str]:

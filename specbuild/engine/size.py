@@ -61,8 +61,9 @@ def cache_bytes(plan: EnginePlan) -> int:
 def _cache_bytes(plan: EnginePlan, graph: GraphInfo) -> int:
     graph = graph.with_replays(plan.build.max_draft_len)
     if plan.device == "cpu":
+        bits = plan.build.value_bits(graph)
         graph = graph.model_copy(update={"dtype": "float32"})
-        if bits := plan.build.value_bits(graph):
+        if bits:
             graph = graph.with_packed_cache(bits)
     rows = plan.build.max_batch_size
     return graph.cache_bytes(rows, plan.build.cache_length) + graph.state_bytes(rows, on_gpu=plan.device != "cpu")

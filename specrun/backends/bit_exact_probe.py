@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.backends import Backend
-from specrun.engine_dir.cache_tensors import LEAST_REPLAYS, PACKED_BLOCK, scale_bytes
+from specrun.engine_dir.cache_tensors import LEAST_REPLAYS, PACKED_BLOCK, key_bits, scale_bytes
 
 _STEP = 64
 """Positions of a cache are a multiple of this, as the runner has it."""
@@ -132,7 +132,8 @@ def _feed(backend: Backend, way: _Way, length: int) -> _Bits:
     backend.resize(batch, positions, 0)
     value_bits = backend.config.graph.value_bits
     for number, tensor in enumerate(backend.cache.part(0, batch)):
-        bits = value_bits and (value_bits if number % 2 else 8)
+        bits = value_bits and (value_bits if number % 2 else key_bits(value_bits))
+        bits = None if tensor.dtype == np.float32 else bits
         held = row_generator.standard_normal((tensor.shape[1], length, tensor.shape[3]), np.float32)
         tensor[...] = 0
         tensor[:, :, :length] = _stored(held * others.uniform(0, 2, (batch, 1, 1, 1)), bits)
@@ -165,9 +166,11 @@ def _feed(backend: Backend, way: _Way, length: int) -> _Bits:
 
 
 def _stored(values: npt.NDArray[Any], bits: int | None) -> npt.NDArray[Any]:
-    """Random keys or values as a cache has them: packed in codes of ``bits``; None: as they are."""
+    """Random keys or values as a cache has them: packed in ``bits``; None: as they are."""
     if bits is None:
         return values
+    if bits == 16:
+        return values[..., ::2].astype(np.float16).view(np.uint8)
     packed: npt.NDArray[Any] = np.rint(values * _CODES_OF_ONE).astype(np.int64).astype(np.uint8)
     packed[..., _code_bytes(packed.shape[-1], bits) :].view(np.uint16)[...] = _PACKED_SCALE
     return packed
@@ -176,4 +179,4 @@ def _stored(values: npt.NDArray[Any], bits: int | None) -> npt.NDArray[Any]:
 def _code_bytes(size: int, bits: int) -> int:
     """Bytes of a packed head of ``size`` that are codes."""
     block = PACKED_BLOCK * bits // 8
-    return size // (block + scale_bytes(PACKED_BLOCK)) * block
+    return size // (block + scale_bytes(PACKED_BLOCK, bits)) * block

@@ -216,12 +216,13 @@ def require_release(version: str) -> None:
 
 def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None:
     """Raise EngineDirError unless the graph is what config.json says: memory is bound by these sizes."""
-    caches = [[shape.heads, shape.head_dim] for shape in config.graph.cache_tensors]
+    caches = config.graph.cache_tensors
     tokens: tuple[str, list[int]] = (_tensor_of(DTYPES["int64"]), [])
     expected = dict.fromkeys((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES), tokens)
-    kind = _tensor_of(config.graph.cache_element)
     for names in (config.graph.past_names, config.graph.present_names):
-        expected |= {name: (kind, sizes) for name, sizes in zip(names, caches, strict=True)}
+        for name, cache in zip(names, caches, strict=True):
+            element = DTYPES["float32"] if cache.in_float32 else config.graph.cache_element
+            expected[name] = (_tensor_of(element), [cache.heads, cache.head_dim])
     for state in config.graph.states:
         expected |= dict.fromkeys((STATE_INDICES, KEEP_INDICES), tokens)
         sizes = [size for number, size in enumerate(state.row_shape(0)) if number or state.history is None]

@@ -60,9 +60,11 @@ TARGET void write_token(void* item, size_t number) {
         const size_t bytes = static_cast<size_t>(all.value_width) * sizeof(float);
         if (all.is_packed()) {
             rotate(all, k, row, token % all.tokens, 1.0f, memory);
-            pack_head<8>(memory, all.width, key);
+            all.is_coded() ? pack_head<8>(memory, all.width, key) : pack_head<16>(memory, all.width, key);
             std::memcpy(memory, v, bytes);
-            all.value_bits == 8 ? pack_head<8>(memory, all.width, value) : pack_head<4>(memory, all.width, value);
+            all.value_bits == 16  ? pack_head<16>(memory, all.width, value)
+            : all.value_bits == 8 ? pack_head<8>(memory, all.width, value)
+                                  : pack_head<4>(memory, all.width, value);
         } else {
             rotate(all, k, row, token % all.tokens, 1.0f, reinterpret_cast<float*>(key));
             std::memcpy(value, v, bytes);
@@ -277,7 +279,9 @@ TARGET void answer_heads(const CachedAttention& all, Query* queries, int count, 
     }
     const int64_t width = all.width;
     const PackedHeads<8> of_keys{keys, width};
-    if (all.value_bits == 8) {
+    if (all.value_bits == 16) {
+        answer_all(queries, count, PackedHeads<16>{keys, width}, PackedHeads<16>{values, width}, widest, memory);
+    } else if (all.value_bits == 8) {
         answer_all(queries, count, of_keys, PackedHeads<8>{values, width}, widest, memory);
     } else {
         answer_all(queries, count, of_keys, PackedHeads<4>{values, width}, widest, memory);
@@ -314,7 +318,7 @@ INLINE Softmax begin_answer(const CachedAttention& all, int64_t q_head, float* y
 // y / sum, and what is mixed is mixed back.
 INLINE void end_answer(const CachedAttention& all, const Softmax& softmax, float* y) {
     for (int64_t i = 0; i < all.value_width; ++i) y[i] /= softmax.sum;
-    if (all.is_packed()) mix_numbers(y, all.width);
+    if (all.is_coded()) mix_numbers(y, all.width);
 }
 
 INLINE int64_t splits_of(int64_t keys) { return (keys + kKeysOfSplit - 1) / kKeysOfSplit; }
@@ -381,7 +385,7 @@ TARGET void attend_part(void* item, size_t number) {
             float* query = rotated + count * width;
             rotate(all, all.q + (first_head + q_head) * all.width, row, token, all.scale, query);
             std::fill(query + all.width, query + width, 0.0f);
-            if (all.is_packed()) mix_numbers(query, width);
+            if (all.is_coded()) mix_numbers(query, width);
             float* y = all.y + (first_head + q_head) * all.value_width;
             float* answers = all.answers ? answers_of(all, first_head + q_head) : nullptr;
             const Softmax softmax = all.answers ? Softmax{} : begin_answer(all, q_head, y);

@@ -8,10 +8,12 @@
 namespace specrun {
 
 constexpr int64_t kBlock = 32;       // Numbers of a head in codes that share a scale.
-constexpr int64_t kMostWidth = 1024;  // Of a head in codes.
+constexpr int64_t kMostWidth = 1024;  // Of a packed head.
 
-// Bytes of a head in codes of 8 or 4 bits: the codes, and a bfloat16 scale for each block.
-constexpr int64_t packed_bytes(int64_t width, int64_t bits) { return width * bits / 8 + width / kBlock * 2; }
+// Bytes of a head in float16, or in codes of 8 or 4 bits: the codes, and a bfloat16 scale for each block.
+constexpr int64_t packed_bytes(int64_t width, int64_t bits) {
+    return width * bits / 8 + (bits == 16 ? 0 : width / kBlock * 2);
+}
 
 struct CachedAttention {
     int64_t batch, tokens, q_heads, kv_heads;
@@ -30,7 +32,7 @@ struct CachedAttention {
     const float *q, *k, *v;    // [B, S, heads, width], not rotated; k and v are null where the cache has them already
     const float *cos, *sin;    // [B or 1, S, rotated / 2], or [angles, rotated / 2]
     const int64_t* first;      // [B]: the position of a row's first token
-    int64_t value_bits;        // Of a number: 32: keys and values are floats. 8 or 4: codes, keys of 8; packed_heads.h
+    int64_t value_bits;        // Of a number: 32 or 16: keys and values are floats. 8 or 4: codes, keys of 8
     uint8_t *keys, *values;    // [B, kv_heads, positions, bytes of one]: tokens of this pass are written here first
     float* y;                  // [B, S, q_heads, value_width]
     // Where threads divide a query's keys: [B, S, q_heads, splits, 2 + value_width], each split's Softmax and answer.
@@ -39,7 +41,8 @@ struct CachedAttention {
 
     int64_t group() const { return q_heads / kv_heads; }
     bool is_packed() const { return value_bits != 32; }
-    int64_t key_bytes() const { return is_packed() ? packed_bytes(width, 8) : width * 4; }
+    bool is_coded() const { return value_bits < 16; }
+    int64_t key_bytes() const { return is_packed() ? packed_bytes(width, is_coded() ? 8 : 16) : width * 4; }
     int64_t value_bytes() const { return is_packed() ? packed_bytes(width, value_bits) : value_width * 4; }
     int64_t first_seen(int64_t position) const {
         if (window) return position < window ? 0 : position + 1 - window;

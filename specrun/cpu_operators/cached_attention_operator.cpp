@@ -1,4 +1,4 @@
-// CachedAttention and PackedCachedAttention as ONNX Runtime sees them. The latter's cache has codes (packed_heads.h).
+// CachedAttention and PackedCachedAttention as ONNX Runtime sees them. The latter's cache has bytes (packed_heads.h).
 //
 // Inputs: q [B, S, Hq, D], k [B, S, Hkv, D] and v [B, S, Hkv, Dv], in any division into axes; past keys and values
 // [B, Hkv, P, D or Dv], all float, or packed [B, Hkv, P, bytes of a head] uint8; write_indices [B] int64. These may be
@@ -8,8 +8,8 @@
 // Outputs: y [B, S, Hq, Dv], or as q is divided; where there are k and v, present keys and values, which are best the
 // memory of the past ones.
 // Attributes: rotated (R), interleaved, window (0: none), scale; if they are there, chunk (0: none), as_queries (1: y as q
-// is divided) and softcap (scores become softcap * tanh(score / softcap)); and value_bits (8 or 4), where the cache is
-// packed: keys have 8.
+// is divided) and softcap (scores become softcap * tanh(score / softcap)); and value_bits, where the cache is packed: 16,
+// or 8 or 4 beside keys in 8.
 #include <algorithm>
 #include <cstring>
 
@@ -43,7 +43,7 @@ bool are_right(const Settings& settings, const Tensor (&inputs)[kAllInputs], spe
     all->value_bits = settings.value_bits, all->width = past.shape[3], all->value_width = past_values.shape[3];
     if (all->is_packed()) {
         using specrun::kBlock;
-        all->width = all->value_width = past.shape[3] / specrun::packed_bytes(kBlock, 8) * kBlock;
+        all->width = all->value_width = past.shape[3] / specrun::packed_bytes(kBlock, all->is_coded() ? 8 : 16) * kBlock;
         if (all->key_bytes() != past.shape[3] || all->width > specrun::kMostWidth) return false;
         if (all->value_bytes() != past_values.shape[3]) return false;
     }
@@ -96,7 +96,8 @@ struct Kernel {
         attributes.read_if_given("as_queries", &settings.as_queries);
         attributes.read_if_given("softcap", &settings.softcap);
         if (kPacked) RETURN_IF_FAILED(attributes.read("value_bits", &settings.value_bits));
-        const bool has_bits = !kPacked || settings.value_bits == 8 || settings.value_bits == 4;
+        const int64_t bits = settings.value_bits;
+        const bool has_bits = !kPacked || bits == 16 || bits == 8 || bits == 4;
         const bool is_odd = settings.rotated < 0 || settings.rotated % 2 || settings.window < 0 || settings.chunk < 0;
         if (!has_bits || is_odd || (settings.window && settings.chunk) || !(settings.softcap >= 0)) {
             return attributes.fail("CachedAttention: attributes out of range");

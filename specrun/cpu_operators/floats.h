@@ -23,6 +23,35 @@ inline float from_float16(uint16_t half) {
     return from_bits(sign | (exponent == 31 ? 255u : exponent + 112u) << 23 | fraction << 13);
 }
 
+// To the nearest one, of two equally near ones to the even one. |value| <= 65504, or NaN.
+inline uint16_t to_float16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const uint32_t sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
+    if (value != value) return static_cast<uint16_t>(sign | 0x7e00u | (size >> 13 & 1023u));
+    if (size < 0x38800000u) {  // Subnormal: what is added has its last digit where float16 has its own.
+        const float shifted = from_bits(size) + 0.5f;
+        uint32_t found;
+        std::memcpy(&found, &shifted, sizeof found);
+        return static_cast<uint16_t>(sign | (found - 0x3f000000u));
+    }
+    return static_cast<uint16_t>(sign | ((size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13));
+}
+
+template <class Halves, class Floats>
+inline Halves each_to_float16(const Floats& floats) {
+    Halves halves;
+    for (size_t i = 0; i < sizeof halves / 2; ++i) halves[i] = to_float16(floats[i]);
+    return halves;
+}
+
+template <class Floats, class Halves>
+inline Floats each_from_float16(const Halves& halves) {
+    Floats floats;
+    for (size_t i = 0; i < sizeof halves / 2; ++i) floats[i] = from_float16(halves[i]);
+    return floats;
+}
+
 // To the nearest one, of two equally near ones to the even one.
 inline uint16_t to_bfloat16(float value) {
     uint32_t bits;

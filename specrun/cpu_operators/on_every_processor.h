@@ -6,7 +6,8 @@
 
 #include "processor.h"
 
-// WIDEN makes int32 numbers of int8 ones: GCC 12 does it one by one where it is not told.
+// WIDEN makes int32 numbers of int8 ones: GCC 12 does it one by one where it is not told. TO_HALVES and FROM_HALVES are
+// for kPart numbers in float16, to the nearest, of two equally near ones to the even one; AVX2 comes with F16C.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -14,23 +15,31 @@ namespace specrun::avx512 {
 namespace {
 #define TARGET __attribute__((target("avx512f")))
 #define WIDEN(codes) _mm512_cvtepi8_epi32((__m128i)(codes))
+#define TO_HALVES(floats) (HalfPart)_mm512_cvtps_ph((__m512)(floats), _MM_FROUND_TO_NEAREST_INT)
+#define FROM_HALVES(halves) (FloatPart)_mm512_cvtph_ps((__m256i)(halves))
 constexpr int kPart = 16;
 #include "vectors.h"
 #include KERNELS
 #undef TARGET
 #undef WIDEN
+#undef TO_HALVES
+#undef FROM_HALVES
 }  // namespace
 }  // namespace specrun::avx512
 
 namespace specrun::avx2 {
 namespace {
-#define TARGET __attribute__((target("avx2")))
+#define TARGET __attribute__((target("avx2,f16c")))
 #define WIDEN(codes) _mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)(codes)))
+#define TO_HALVES(floats) (HalfPart)_mm256_cvtps_ph((__m256)(floats), _MM_FROUND_TO_NEAREST_INT)
+#define FROM_HALVES(halves) (FloatPart)_mm256_cvtph_ps((__m128i)(halves))
 constexpr int kPart = 8;
 #include "vectors.h"
 #include KERNELS
 #undef TARGET
 #undef WIDEN
+#undef TO_HALVES
+#undef FROM_HALVES
 }  // namespace
 }  // namespace specrun::avx2
 
@@ -40,11 +49,15 @@ namespace specrun::plain {
 namespace {
 #define TARGET
 #define WIDEN(codes) __builtin_convertvector(codes, IntPart)
+#define TO_HALVES(floats) each_to_float16<HalfPart>(floats)
+#define FROM_HALVES(halves) each_from_float16<FloatPart>(halves)
 constexpr int kPart = 4;
 #include "vectors.h"
 #include KERNELS
 #undef TARGET
 #undef WIDEN
+#undef TO_HALVES
+#undef FROM_HALVES
 }  // namespace
 }  // namespace specrun::plain
 

@@ -1,6 +1,6 @@
-// Keys and values in codes of 8 or 4 bits, in terms of the vectors of vectors.h.
+// Keys and values in float16 or in codes of 8 or 4 bits, in terms of the vectors of vectors.h.
 //
-// A head's numbers are mixed by a Hadamard matrix, so that none is much louder than the others, and each block of 32 gets
+// Of codes: a head's numbers are mixed by a Hadamard matrix, so that none is much louder than the others, and each block of 32 gets
 // a scale of its own. Queries are mixed as keys are, and answers are mixed back: the matrix is its own inverse.
 // (arXiv 2404.00456, QuaRot.) In memory: codes, then scales. Codes of 4 bits stand for code - 8; a byte has number i of a
 // block in its lower half and number i + 16 in its upper one.
@@ -50,9 +50,34 @@ TARGET inline void mix_numbers(float* x, int64_t width) {
     }
 }
 
+typedef uint16_t HalfPart __attribute__((vector_size(kPart * 2)));
+
+// Write the head ``x`` to ``y`` in float16. Numbers that it cannot hold become its largest ones; NaN stays.
+TARGET inline void pack_halves(const float* x, int64_t width, uint8_t* y) {
+    constexpr float kLargest = 65504.0f;
+    for (int64_t index = 0; index < width; index += kPart) {
+        FloatPart part;
+        std::memcpy(&part, x + index, sizeof part);
+        part = part > kLargest ? FloatPart{} + kLargest : part;
+        part = part < -kLargest ? FloatPart{} - kLargest : part;
+        const HalfPart halves = TO_HALVES(part);
+        std::memcpy(y + index * 2, &halves, sizeof halves);
+    }
+}
+
+TARGET inline void unpack_halves(const uint8_t* heads, int64_t numbers, float* y) {
+    for (int64_t index = 0; index < numbers; index += kPart) {
+        HalfPart halves;
+        std::memcpy(&halves, heads + index * 2, sizeof halves);
+        const FloatPart part = FROM_HALVES(halves);
+        std::memcpy(y + index, &part, sizeof part);
+    }
+}
+
 // Write the head ``x`` to ``y``. Its numbers are mixed in place. A block with NaN becomes NaN.
 template <int kBits>
 TARGET void pack_head(float* x, int64_t width, uint8_t* y) {
+    if constexpr (kBits == 16) return pack_halves(x, width, y);
     constexpr float kShift = 12582912.0f;  // 1.5 * 2**23: what is added to it is rounded to a whole number.
     mix_numbers(x, width);
     uint8_t* scales = y + width * kBits / 8;
@@ -102,11 +127,12 @@ INLINE void prefetch_heads(const void* begin, const void* end) {
     for (; line < end; line += 64) __builtin_prefetch(line + kLinesAhead * 64, 0, kSecondCache);
 }
 
-// Heads of codes become floats, still mixed.
+// Heads become floats; of codes, still mixed.
 template <int kBits>
 TARGET void unpack_heads(const uint8_t* heads, int64_t count, int64_t width, float* y) {
     const int64_t bytes = packed_bytes(width, kBits), code_bytes = width * kBits / 8;
     prefetch_heads(heads, heads + count * bytes);
+    if constexpr (kBits == 16) return unpack_halves(heads, count * width, y);
     for (int64_t head = 0; head < count; ++head, heads += bytes) {
         for (int64_t block = 0; block < width / kBlock; ++block, y += kBlock) {
             uint16_t stored;

@@ -27,7 +27,14 @@ from pydantic import (
 )
 
 from specrun import cpu_operators
-from specrun.engine_dir.cache_tensors import LEAST_REPLAYS, CacheTensor, StateTensor, packed_caches, state_bytes
+from specrun.engine_dir.cache_tensors import (
+    LEAST_REPLAYS,
+    CacheTensor,
+    StateTensor,
+    can_be_packed,
+    packed_caches,
+    state_bytes,
+)
 from specrun.engine_dir.checksums import checksum_of, is_unchanged
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN, MARKOV_FILES, NOTHING_WANTED, past_names, present_names
 from specrun.engine_dir.dtypes import DTYPES, CacheName, ElementType, FloatName
@@ -127,11 +134,11 @@ class Features(Strict):
     """
 
 
-ValueBits = Literal[8, 4]
-CacheForm = Literal["auto", "int8", "int4"]
+ValueBits = Literal[16, 8, 4]
+CacheForm = Literal["auto", "float32", "float16", "int8", "int4"]
 """Values of ``--kv_cache_dtype`` for an engine."""
-VALUE_BITS: dict[CacheForm, ValueBits | None] = {"auto": None, "int8": 8, "int4": 4}
-"""Bits of packed values; keys have 8. None: as the checkpoint says."""
+VALUE_BITS: dict[CacheForm, ValueBits | None] = {"float32": None, "float16": 16, "int8": 8, "int4": 4}
+"""Bits of packed values; keys have 16 beside 16, else 8. None: nothing is packed."""
 
 
 class GraphInfo(Strict):
@@ -143,7 +150,7 @@ class GraphInfo(Strict):
     kv_cache_dtype: CacheName | None = None
     """Type that keys and values are stored in; None: ``dtype``."""
     value_bits: ValueBits | None = None
-    """Bits of values' codes, where ``kv_cache_dtype`` is uint8 and heads are packed; keys' have 8."""
+    """Bits of values, where ``kv_cache_dtype`` is uint8 and heads are packed; keys have 16 beside 16, else 8."""
     quantized: QuantizedWeights | None = None
     """Weights in few bits, if there are any."""
     caches: list[CacheTensor] = Field(max_length=1 << 16)
@@ -187,7 +194,9 @@ class GraphInfo(Strict):
     @property
     def cache_tensors(self) -> list[CacheTensor]:
         """All tensors of the cache, in the order of their names: keys, values, and features where there are some."""
-        return [*self.caches, CacheTensor(heads=1, head_dim=self.features.width)] if self.features else self.caches
+        if not self.features:
+            return self.caches
+        return [*self.caches, CacheTensor(heads=1, head_dim=self.features.width, in_float32=bool(self.value_bits))]
 
     @property
     def own_tensors(self) -> list[CacheTensor]:
@@ -225,13 +234,18 @@ class GraphInfo(Strict):
         """The type of the cache's elements."""
         return DTYPES[self.kv_cache_dtype or self.dtype]
 
+    @property
+    def feature_element(self) -> ElementType:
+        """The type of features' elements."""
+        return DTYPES[self.dtype]
+
     def cache_bytes(self, rows: int, length: int) -> int:
         """Bytes of a whole key-value cache for ``rows`` rows of ``length`` positions."""
-        elements = sum(cache.heads * cache.head_dim for cache in self.own_tensors) * rows * length
-        return elements * self.cache_element.nbytes
+        element = self.cache_element.nbytes
+        return rows * length * element * sum(cache.elements(element) for cache in self.own_tensors)
 
     def with_packed_cache(self, value_bits: ValueBits) -> GraphInfo:
-        """The same with keys in codes of 8 bits, and values in codes of ``value_bits``."""
+        """The same with packed keys and values."""
         packed = packed_caches(self.caches, value_bits)
         return self.model_copy(update={"caches": packed, "kv_cache_dtype": "uint8", "value_bits": value_bits})
 
@@ -288,13 +302,20 @@ class BuildConfig(Strict):
     tp_size: int = Field(default=1, ge=1, le=1 << 10)
     """Number of ranks that compute the model together (tensor parallel)."""
     kv_cache_dtype: CacheForm = "auto"
-    """Format in which an engine for a CPU keeps keys and values; ``auto``: the checkpoint's."""
+    """Format in which an engine for a CPU keeps keys and values; ``auto``: in as many bits as the checkpoint."""
     cache_length: Size
     profiles: list[Profile]
 
     def value_bits(self, graph: GraphInfo) -> ValueBits | None:
-        """Bits of packed values in an engine of ``graph`` for a CPU; keys have 8. None: both are float32."""
-        return VALUE_BITS[self.kv_cache_dtype] or (8 if graph.kv_cache_dtype else None)
+        """Bits of packed values in an engine of ``graph`` for a CPU. None: keys and values are float32.
+
+        graph: the checkpoint's. An engine that is not asked for 16 bits has none where its attention is not our own.
+        """
+        if self.kv_cache_dtype != "auto":
+            return VALUE_BITS[self.kv_cache_dtype]
+        if graph.kv_cache_dtype:
+            return 8
+        return 16 if graph.dtype != "float32" and can_be_packed(graph.caches) else None
 
 
 class BackendInfo(Strict):

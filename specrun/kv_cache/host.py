@@ -45,8 +45,8 @@ class HostKVCache(RecurrentCache):
         self._allocate = allocate
         self._reads_hidden = reads_hidden
         # The elements of one position lie tensor by tensor; these are where the tensors begin, and where the last ends.
-        self._bounds = [0, *accumulate(shape.heads * shape.head_dim for shape in shapes)]
         self._memory = np.empty(0, storage)
+        self._bounds = [0, *accumulate(shape.elements(self._memory.itemsize) for shape in shapes)]
         self.address = 0
         """The address of the rows' memory, kept because asking numpy takes microseconds."""
         self._tensors = self._divide(0, 0)
@@ -59,7 +59,7 @@ class HostKVCache(RecurrentCache):
         # Block after block: the operating system provides no memory for blocks that were never written.
         pool = np.empty((blocks, BLOCK * self._bounds[-1]), storage)
         self._pool = [
-            pool[:, BLOCK * begin : BLOCK * end].reshape(blocks, shape.heads, BLOCK, shape.head_dim)
+            _elements(pool[:, BLOCK * begin : BLOCK * end], shape).reshape(blocks, shape.heads, BLOCK, shape.head_dim)
             for (begin, end), shape in zip(pairwise(self._bounds), shapes, strict=True)
         ]
 
@@ -171,7 +171,14 @@ class HostKVCache(RecurrentCache):
 
     def _divide(self, rows: int, length: int) -> list[Cache]:
         """The tensors [rows, heads, length, head_dim], which lie in the memory one after the other."""
+        positions, bounds = rows * length, pairwise(self._bounds)
+        parts = [self._memory[positions * begin : positions * end] for begin, end in bounds]
         return [
-            self._memory[rows * length * begin : rows * length * end].reshape(rows, shape.heads, length, shape.head_dim)
-            for (begin, end), shape in zip(pairwise(self._bounds), self._shapes, strict=True)
+            _elements(part, shape).reshape(rows, shape.heads, length, shape.head_dim)
+            for part, shape in zip(parts, self._shapes, strict=True)
         ]
+
+
+def _elements(memory: Cache, shape: CacheTensor) -> Cache:
+    """A view of a tensor's memory as its elements."""
+    return memory.view(np.float32) if shape.in_float32 else memory

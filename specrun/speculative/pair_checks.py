@@ -92,7 +92,7 @@ def check_head(target: Engine, head: Engine) -> None:
                 f"{head.directory}: {name} {getattr(there, name)}, and its target has {getattr(here, name)}; a head "
                 f"shares memory with its target: build both with the same --{name}"
             )
-    if target.config.graph.cache_element != head.config.graph.cache_element:
+    if target.config.graph.feature_element != head.config.graph.feature_element:
         raise PairError(
             f"{head.directory}: computes in {head.config.graph.dtype}, and {target.directory} in "
             f"{target.config.graph.dtype}; convert both with the same --dtype"

@@ -14,7 +14,7 @@ from specbuild.compilers.cpu.attention import OPERATOR, PACKED_OPERATOR
 from specbuild.graph import ops as graphs
 from specrun import cpu_operators
 from specrun.backends.ort_session import session_options
-from specrun.engine_dir.cache_tensors import CacheTensor
+from specrun.engine_dir.cache_tensors import CacheTensor, key_bits
 from tests.helpers.own_products import choose_instruction_set
 
 Floats = npt.NDArray[np.float32]
@@ -60,6 +60,8 @@ CASES = {
     "a window, soft-capped scores and sinks": Case(8, 2, 64, 64, window=7, softcap=0.7, has_sinks=True),
 }
 PACKED = {
+    "16 bits": Case(8, 2, 64, 64, value_bits=16),
+    "16 bits, wide": Case(2, 1, 256, 64, value_bits=16),
     "8 bits": Case(width=64, rotated=64, value_bits=8),
     "4 bits": Case(3, 1, 128, 64, value_bits=4),
     "heads of no power of 2": Case(4, 4, 96, value_bits=8),
@@ -144,7 +146,8 @@ def made(case: Case, tokens: int, *first: int, positions: int = POSITIONS, lengt
 
     def cache(index: int) -> npt.NDArray[Any]:
         if case.value_bits < 32:  # Scales are not numbers.
-            size = CacheTensor(heads=1, head_dim=case.width).packed(case.value_bits if index == 2 else 8).head_dim
+            bits = case.value_bits if index == 2 else key_bits(case.value_bits)
+            size = CacheTensor(heads=1, head_dim=case.width).packed(bits).head_dim
             return np.full((len(rows), case.kv_heads, positions, size), 255, np.uint8)
         width, written = _value_width(case) if index == 2 else case.width, tokens if case.is_written else 0
         whole = np.full((len(rows), case.kv_heads, positions, width), np.nan, np.float32)
@@ -226,6 +229,8 @@ def test_it_computes_what_numpy_does(name: str, tokens: int, first: tuple[int, .
 
 def unpacked(case: Case, cache: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.float64]:
     """Heads [.., D] of packed ones, mixed back."""
+    if bits == 16:
+        return np.ascontiguousarray(cache).view(np.float16).astype(np.float64)
     split = case.width * bits // 8
     blocks = cache[..., :split].reshape(*cache.shape[:-1], -1, 32 * bits // 8)
     if bits == 4:
@@ -249,15 +254,15 @@ def test_a_packed_cache_keeps_what_its_bits_can(name: str, tokens: int, first: t
     if case.rotated:
         k = rotate(k, given.cos[:, :, None], given.sin[:, :, None], case)
     for row, begin in enumerate(first):
-        for cache, new, bits in ((keys, k, 8), (values, v, case.value_bits)):
+        for cache, new, bits in ((keys, k, key_bits(case.value_bits)), (values, v, case.value_bits)):
             kept = unpacked(case, cache[row, :, begin : begin + tokens], bits)
             error = np.sqrt(((kept - new[row].swapaxes(0, 1)) ** 2).mean())
-            assert error < (0.01 if bits == 8 else 0.12) * np.sqrt((new**2).mean())
+            assert error < {16: 3e-4, 8: 0.01, 4: 0.12}[bits] * np.sqrt((new**2).mean())
             assert (cache[row, :, begin + tokens :] == 255).all()
     if first == (0,):
         kept_k, kept_v = (
             unpacked(case, cache[:, :, :tokens], bits).swapaxes(1, 2)
-            for cache, bits in ((keys, 8), (values, case.value_bits))
+            for cache, bits in ((keys, key_bits(case.value_bits)), (values, case.value_bits))
         )
         q = given.q.reshape(1, tokens, -1, case.width)
         if case.rotated:
@@ -301,7 +306,20 @@ def test_a_querys_bits_are_its_own(name: str, vectors: str) -> None:
     assert np.array_equal(found(one, 3, 7, 2, positions=POSITIONS + 24), whole[:, 7:10])
 
 
-LONG = ["rotated", "wide", "sinks", "odd widths", "soft-capped scores", "4 bits", "8 bits", "a window"]
+def test_float16_is_numpys(vectors: str) -> None:
+    """To the nearest, of subnormal numbers too. What it cannot hold becomes its largest number; NaN stays."""
+    choose_instruction_set(vectors)
+    case = Case(1, 1, 32, value_bits=16)
+    given, random = made(case, 40, 0), np.random.default_rng(2)
+    given.v[...] = random.standard_normal(given.v.shape) * 2.0 ** random.integers(-27, 15, given.v.shape)
+    given.v[0, 0, :8] = 1e6, -np.inf, 65519.9, np.nan, -0.0, 2.0**-25, 3 * 2.0**-25, 1 + 2.0**-11
+    stored = run(session(case), given)[2][0, 0].view(np.float16)
+    expected = np.clip(given.v[0], -65504, 65504).astype(np.float16).reshape(stored.shape)
+    np.testing.assert_array_equal(stored, expected)
+    assert np.array_equal(np.signbit(stored), np.signbit(expected))
+
+
+LONG = ["rotated", "wide", "sinks", "odd widths", "soft-capped scores", "4 bits", "8 bits", "16 bits", "a window"]
 
 
 @pytest.mark.parametrize("name", LONG)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tokenizers import Tokenizer
 
@@ -20,6 +21,7 @@ from specrun.scheduler.scheduler import Scheduler
 from specrun.speculative.draft_length import DraftLength
 from specrun.text.grammar import Constraint, Grammars
 from tests.helpers.engines import make_engine, make_onnx
+from tests.helpers.families import save_checkpoint
 from tests.helpers.heads.decoding import (
     GREEDY,
     LENGTH,
@@ -32,7 +34,7 @@ from tests.helpers.heads.decoding import (
     open_pair,
 )
 from tests.helpers.heads.dflash import BLOCK
-from tests.helpers.heads.made import SMALL
+from tests.helpers.heads.made import LAYERS, SMALL, make_pair, prefilled, save_head
 from tests.helpers.heads.medusa import HEADS
 from tests.helpers.heads.trained import PROMPTS
 from tests.helpers.no_memory import check_newcomer_fails_alone
@@ -81,6 +83,25 @@ def test_a_cache_that_cannot_grow(pair: Path, which: int, steps: int) -> None:
     """A head's cache has the rows and positions of its target's: both grow, or none."""
     with open_pair(pair, head=True, draft_len=3, reuse_blocks=False) as decoder:
         check_newcomer_fails_alone(decoder, which, scored=False, steps=steps)
+
+
+def test_beside_keys_and_values_in_16_bits(target: Path, tmp_path: Path) -> None:
+    """Features stay float32 in the same memory, and the head's own heads are too narrow for 16 bits."""
+    wide = save_checkpoint(tmp_path / "hf", "llama3", seed=1, num_hidden_layers=LAYERS, head_dim=32)
+    head, features = save_head(tmp_path / "head", "specforge"), list[npt.NDArray[np.float32]]()
+    for form in ("auto", "float32"):
+        pair = make_pair(wide, head, tmp_path / form, dtype="float16", kv_cache_dtype=form)
+        engines = [open_engine(pair / name).graph for name in ("target", "head")]
+        assert [graph.value_bits for graph in engines] == [16 if form == "auto" else None, None]
+        runner, _ = prefilled(pair, [[*one[:9]] for one in PROMPTS[:2]])
+        features.append(runner.backend.cache.part(0, 2)[-1][:, :, :8].copy())
+        runner.backend.close()
+        with open_pair(pair, head=False) as decoder:
+            alone = [decode(decoder, [one], GREEDY)[0].output for one in PROMPTS]
+        with open_pair(pair, head=True, draft_len=3) as decoder:
+            assert [request.output for request in decode(decoder, PROMPTS * 2, GREEDY)] == alone * 2
+    np.testing.assert_allclose(features[0], features[1], rtol=0.02, atol=0.005)
+    assert features[0].dtype == np.float32
 
 
 def test_a_trained_heads_drafts_are_accepted(pair: Path) -> None:

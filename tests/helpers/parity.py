@@ -40,7 +40,7 @@ def largest_difference(
     assert isinstance(backend, OrtBackend)
     backend.resize(2, POSITIONS, 0)
     for tensor in backend.cache.part(0, 2):
-        tensor.fill(1e3)
+        tensor.fill(1e3 if tensor.dtype == np.float32 else 100)
     tokens = np.random.default_rng(0).integers(1, VOCAB, (2, sum(max(step) for step in steps)))
     lengths = np.zeros(2, np.int64)
     worst, scale = 0.0, 0.0

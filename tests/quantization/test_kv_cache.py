@@ -269,22 +269,32 @@ def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
-def test_own_attention_packs_keys_and_values(wide_heads: Path, form: str, tmp_path: Path) -> None:
-    plain = make_engine(wide_heads / "plain", tmp_path / "plain", **SIZES)
+@pytest.mark.parametrize(
+    ("form", "bits", "of_a_pair", "named", "most"),
+    [
+        ("float16", 16, 32, "float16", 1e-3),
+        ("auto", 16, 32, "float16", 1e-3),
+        ("int8", 8, 17, "8 and 8 bits", 0.02),
+        ("int4", 4, 13, "8 and 4 bits", 0.2),
+    ],
+)
+def test_own_attention_packs_keys_and_values(
+    wide_heads: Path, form: str, bits: int, of_a_pair: int, named: str, most: float, tmp_path: Path
+) -> None:
+    """of_a_pair: bits that a number of a key and one of a value take. most: what is lost, as a share of logits."""
+    plain = make_engine(wide_heads / "plain", tmp_path / "plain", kv_cache_dtype="float32", **SIZES)
     packed = make_engine(wide_heads / "plain", tmp_path / "packed", kv_cache_dtype=form, **SIZES)
-    graph, bits = open_engine(packed).graph, 8 if form == "int8" else 4
+    graph = open_engine(packed).graph
     assert (graph.kv_cache_dtype, graph.value_bits) == ("uint8", bits)
-    assert graph.cache_bytes(2, 64) == open_engine(plain).graph.cache_bytes(2, 64) * (8 + bits + 1) / 64
-    assert f" in 8 and {bits} bits for 4 rows" in describe(packed, False)
+    assert graph.cache_bytes(2, 64) == open_engine(plain).graph.cache_bytes(2, 64) * of_a_pair / 64
+    assert f" in {named} for 4 rows" in describe(packed, False)
     expected, found = engine_logits(plain), engine_logits(packed)
-    cost = np.abs(found - expected).mean() / np.abs(expected).mean()
-    assert 1e-4 < cost < (0.02 if bits == 8 else 0.2)
+    assert most / 200 < np.abs(found - expected).mean() / np.abs(expected).mean() < most
     assert engine_logits(packed, (7, 2, 20, 11)).tobytes() == found.tobytes()
     assert open_engine(packed).exact_on
     prompts = [[5, 9, 200], list(range(30, 70)), list(range(30, 77))]
     verdict = verify(packed, plain, prompts, SamplingParams(), DraftTargetConfig(3), 0.1)
-    assert verdict.good
+    assert verdict.good or bits == 16, "whose drafts are all accepted, which proves nothing"
     assert verdict.parts[0].identical == verdict.parts[0].texts == len(prompts)
 
 

@@ -22,13 +22,11 @@ from specbuild.graph.causal_mask import SeenKeys, seen_keys
 from specbuild.graph.kv_cache_qdq import drop_cache_factors, drop_cache_rounding
 from specbuild.graph.scales import constant
 from specrun.cpu_operators import DOMAIN, VERSION
-from specrun.engine_dir.cache_tensors import PACKED_BLOCK, CacheTensor
+from specrun.engine_dir.cache_tensors import CacheTensor, is_packable, key_bits
 from specrun.engine_dir.config import ValueBits
-from specrun.engine_dir.contract import WRITE_INDICES
+from specrun.engine_dir.contract import WRITE_INDICES, past_names
 
 OPERATOR, PACKED_OPERATOR = "CachedAttention", "PackedCachedAttention"
-_MOST_PACKED = 1024
-"""The widest head that is packed."""
 _SWAPPED = (0, 2, 1, 3)
 """[B, S, H, D] <-> [B, H, S, D]"""
 
@@ -42,41 +40,54 @@ class _Heads(NamedTuple):
 
 
 def pack_attention(model: ir.Model, cache_length: int, value_bits: ValueBits) -> bool:
-    """Keep keys and values of a model in float32 in codes, in place; rounding that it has itself is left out.
+    """Keep keys and values of a model in float32 in fewer bits, in place; rounding that it has itself is left out.
 
     Returns whether that was done: only where the operator can stand for the attention of every layer.
     """
     drop_cache_rounding(model)
     drop_cache_factors(model)
-    caches = [node for node in model.graph if node.op_type == "TensorScatter"]
-    return bool(caches) and 2 * fuse_cached_attention(model, cache_length, value_bits) == len(caches)
+    return fuse_cached_attention(model, cache_length, value_bits) > 0
 
 
 def fuse_cached_attention(model: ir.Model, cache_length: int, value_bits: ValueBits | None = None) -> int:
     """Replace attention that the operator can stand for, in a graph in float32, in place. Returns in how many layers.
 
-    value_bits: of the codes of values, beside keys in 8 bits; None: both are float32. Only where the mask is proved to
-    be what ``SeenKeys`` says in a cache of ``cache_length``. Heads in codes have as many numbers in values as in keys,
-    in multiples of 32. Keys and values that are computed of what a cache holds are read as they are: latent attention.
+    value_bits: of packed values, in all layers or none; None: keys and values are float32. Only where the mask is
+    proved to be what ``SeenKeys`` says in a cache of ``cache_length``. Packed heads have as many numbers in values as
+    in keys, in multiples of 32. Keys and values that are computed of what a cache holds are read as they are: latent
+    attention.
     """
-    graph, count, seen_by_mask = model.graph, 0, dict[ir.Value, SeenKeys | None]()
+    graph, seen_by_mask = model.graph, dict[ir.Value, SeenKeys | None]()
+    layers: list[tuple[AttentionLayer, SeenKeys]] = []
     _normalize_heads_first(graph)
     _rotate_whole_heads(model)
+    for layer in attention_layers(model):
+        if layer.mask not in seen_by_mask:
+            seen_by_mask[layer.mask] = seen_keys(layer.mask, cache_length)
+        seen = seen_by_mask[layer.mask]
+        if seen is not None and (layer.scale or _width(layer.keys)):
+            layers.append((layer, seen))
+    if value_bits and not _can_be_packed(graph, [layer for layer, _ in layers]):
+        return 0
 
     @cache
     def tables(cos: ir.Value, sin: ir.Value) -> Angles:
         """Cosines and sines of positions, or those of tokens where these depend on more."""
         return angles_by_position(graph, (cos, sin), cache_length) or (cos, sin)
 
-    for layer in list(attention_layers(model)):
-        if layer.mask not in seen_by_mask:
-            seen_by_mask[layer.mask] = seen_keys(layer.mask, cache_length)
-        seen = seen_by_mask[layer.mask]
-        count += seen is not None and _fuse(graph, layer, seen, tables, value_bits)
-    if count:
+    for layer, seen in layers:
+        _fuse(graph, layer, seen, tables, value_bits)
+    if layers:
         model.opset_imports[DOMAIN] = VERSION
         RemoveUnusedNodesPass()(model)
-    return count
+    return len(layers)
+
+
+def _can_be_packed(graph: ir.Graph, layers: list[AttentionLayer]) -> bool:
+    """Whether every cache but that of features has keys or values that one of ``layers`` alone reads."""
+    packable = [_scatters_of(layer) for layer in layers if is_packable(_width(layer.keys), _width(layer.values))]
+    writers = [node for node in graph if node.op_type == "TensorScatter" and not writes_features(node)]
+    return bool(writers) and len(writers) == sum(map(len, packable))
 
 
 def _normalize_heads_first(graph: ir.Graph) -> None:
@@ -132,20 +143,12 @@ _END = 1 << 31
 
 def _fuse(
     graph: ir.Graph, layer: AttentionLayer, seen: SeenKeys, tables: Callable[..., Angles], value_bits: ValueBits | None
-) -> bool:
-    node = layer.node
-    scatters = [scatter for value in (layer.keys, layer.values) if (scatter := _scatter_of(value)) is not None]
-    if len(scatters) < 2:
-        scatters = []
+) -> None:
+    node, scatters = layer.node, _scatters_of(layer)
     past: list[ir.Value | None] = [scatter.inputs[0] for scatter in scatters] or [layer.keys, layer.values]
     width, value_width = (_width(cache) for cache in past)
     readers = [use.node for use in node.outputs[0].uses()]
     swap = readers[0] if len(readers) == 1 and _is_swap(readers[0]) else None
-    if not (width or layer.scale):
-        return False
-    can_be_packed = scatters and width == value_width and width % PACKED_BLOCK == 0 and width <= _MOST_PACKED
-    if value_bits and not can_be_packed:
-        return False
     heads = _all_heads(graph, node, [layer.query, *(scatter.inputs[1] for scatter in scatters)])
     queries, rotation = heads[0], heads[0].rotation
     view = _needless_view(swap, queries.tokens) if swap is not None and width == value_width else None
@@ -166,7 +169,7 @@ def _fuse(
     operator = OPERATOR
     if value_bits:
         operator, attributes["value_bits"] = PACKED_OPERATOR, value_bits
-        for scatter, bits in zip(scatters, (8, value_bits), strict=True):
+        for scatter, bits in zip(scatters, (key_bits(value_bits), value_bits), strict=True):
             _pack(scatter, width, bits)
     name = f"{node.name}.cached"
     fused = ir.node(operator, inputs, attributes, domain=DOMAIN, num_outputs=1 + len(scatters), name=name)
@@ -177,7 +180,6 @@ def _fuse(
         results[0].name, results[0].dtype = new_nodes[-1].name, ir.DataType.FLOAT
     old = [removed[0].outputs[0], *(scatter.outputs[0] for scatter in scatters)]
     ir.convenience.replace_nodes_and_values(graph, node, removed, new_nodes, old, results)
-    return True
 
 
 def _pack(scatter: ir.Node, width: int, bits: int) -> None:
@@ -187,6 +189,18 @@ def _pack(scatter: ir.Node, width: int, bits: int) -> None:
         size = CacheTensor(heads=1, head_dim=width).packed(bits).head_dim
         value.shape = ir.Shape([*value.shape[:3], size])
         value.type = ir.TensorType(ir.DataType.UINT8)
+
+
+def writes_features(node: ir.Node) -> bool:
+    """Whether it puts the features of tokens where a head reads them."""
+    cache = node.inputs[0] if node.op_type == "TensorScatter" else None
+    return cache is not None and cache.name == past_names(0, features=True)[0]
+
+
+def _scatters_of(layer: AttentionLayer) -> list[ir.Node]:
+    """What writes its keys and values; empty where the cache holds something else."""
+    scatters = [scatter for value in (layer.keys, layer.values) if (scatter := _scatter_of(value)) is not None]
+    return scatters if len(scatters) == 2 else []
 
 
 def _scatter_of(cache: ir.Value | None) -> ir.Node | None:

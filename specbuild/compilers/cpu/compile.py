@@ -25,7 +25,7 @@ from specbuild.compilers.graph_io import describe_io
 from specbuild.graph import ops as graphs
 from specrun import cpu_operators
 from specrun.backends.ort import session_options
-from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo
+from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, ValueBits
 from specrun.engine_dir.directories import write_whole
 from specrun.errors import BuildError
 
@@ -39,6 +39,8 @@ class Compilation:
     graph: GraphInfo
     build: BuildConfig
     output: Path
+    value_bits: ValueBits | None
+    """Bits of packed values, if the cache is to be packed."""
     notes: list[str] = field(default_factory=list)
     """What was done, for people."""
     has_recoded_weights: bool = False
@@ -85,19 +87,19 @@ def use_own_products(work: Compilation) -> None:
 
 def use_own_attention(work: Compilation) -> None:
     """Rotation, cache and attention of a layer become one operator; keys and values may be in few bits."""
-    bits = work.build.value_bits(work.graph)
-    if bits is None:
-        if layers := fuse_cached_attention(work.model, work.build.cache_length):
-            work.notes.append(f"attention of {layers} layers by specrun's own CPU operators")
-        return
-    if not pack_attention(work.model, work.build.cache_length, bits):
+    bits = work.value_bits
+    if bits and pack_attention(work.model, work.build.cache_length, bits):
+        form = "float16" if bits == 16 else f"8 and {bits} bits"
+        work.graph = work.graph.with_packed_cache(bits)
+        work.notes.append(f"keys and values in {form}, which specrun's own CPU operators round by token")
+    elif bits and (bits != 16 or work.build.kv_cache_dtype == "float16"):
         raise BuildError(
             f"{work.checkpoint}: --kv_cache_dtype: attention here is not one that specrun's own CPU operators compute "
             "(heads whose width is no multiple of 32, keys wider than values, or masks other than causal ones and "
             "windows); leave it out, for 'specbuild convert' too"
         )
-    work.graph = work.graph.with_packed_cache(bits)
-    work.notes.append(f"keys in 8 and values in {bits} bits, which specrun's own CPU operators round by token")
+    elif layers := fuse_cached_attention(work.model, work.build.cache_length):
+        work.notes.append(f"attention of {layers} layers by specrun's own CPU operators")
 
 
 def use_own_norms(work: Compilation) -> None:
@@ -133,7 +135,8 @@ def compile_graph(
     checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
 ) -> Compiled:
     """Optimize the graph for this processor and save it. See ``Compiler``."""
-    work = Compilation(checkpoint, ir.load(checkpoint / GRAPH_NAME), graph, build, output)
+    model, value_bits = ir.load(checkpoint / GRAPH_NAME), build.value_bits(graph)
+    work = Compilation(checkpoint, model, graph, build, output, value_bits)
     for rewrite in PASSES:
         rewrite(work)
     work.model.opset_imports[cpu_operators.DOMAIN] = cpu_operators.VERSION

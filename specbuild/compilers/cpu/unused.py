@@ -11,10 +11,11 @@ import onnx_ir as ir
 
 from specbuild.compilers.cpu.attention import OPERATOR as ATTENTION
 from specbuild.compilers.cpu.attention import PACKED_OPERATOR as PACKED_ATTENTION
+from specbuild.compilers.cpu.attention import writes_features
 from specbuild.compilers.cpu.norms import RMS_NORM
 from specbuild.graph.ops import constant
 from specrun.cpu_operators import DOMAIN
-from specrun.engine_dir.contract import INPUT_IDS, UNUSED_TOKEN, past_names
+from specrun.engine_dir.contract import INPUT_IDS, UNUSED_TOKEN
 
 _OWN = {"QuantizedMatMul", "FloatMatMul", "EmbeddingLookup", RMS_NORM, ATTENTION, PACKED_ATTENTION}
 """Our operators, which carry no NaN from a token to others."""
@@ -29,7 +30,7 @@ _BY_TOKEN = {
 
 def mark_unused_tokens(model: ir.Model) -> bool:
     """Let tokens of ``UNUSED_TOKEN`` be NaN, in place, if no other token can see them. Returns whether it was done."""
-    features = [node for node in model.graph if _writes_features(node)]
+    features = [node for node in model.graph if writes_features(node)]
     others = [node for node in model.graph if node not in features]
     if not all(node.op_type in (_OWN if node.domain == DOMAIN else _BY_TOKEN) for node in others):
         return False
@@ -46,12 +47,6 @@ def mark_unused_tokens(model: ir.Model) -> bool:
     for node in features:
         _keep_finite(model.graph, ids, node)
     return True
-
-
-def _writes_features(node: ir.Node) -> bool:
-    """Whether it puts the features of tokens where a head reads them."""
-    cache = node.inputs[0] if node.op_type == "TensorScatter" else None
-    return cache is not None and cache.name == past_names(0, features=True)[0]
 
 
 def _is_table(value: ir.Value | None) -> bool:
