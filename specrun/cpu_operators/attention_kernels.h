@@ -101,7 +101,10 @@ INLINE void mix_vectors(float* y, const float* weights, int64_t apart, const flo
         UNROLL for (int v = 0; v < kVectors; ++v) {
             Float value;
             load(value, values + v * kLanes);
-            UNROLL for (int n = 0; n < kQueries; ++n) sums[n][v] += value * weights[n * apart + key * kStep];
+            if (kQueries > 1) KEEP(value);  // Or each query would read it from memory.
+            UNROLL for (int n = 0; n < kQueries; ++n) {
+                sums[n][v] = multiply_add(value, weights[n * apart + key * kStep], sums[n][v]);
+            }
         }
     }
     UNROLL for (int n = 0; n < kQueries; ++n) {
@@ -157,7 +160,7 @@ INLINE void score(const Query* queries, const float* keys, int64_t width, int64_
             UNROLL for (int n = 0; n < kQueries; ++n) {
                 Float q;
                 load(q, queries[n].q + lane);
-                UNROLL for (int i = 0; i < 4; ++i) sums[n][i] += q * part[i];
+                UNROLL for (int i = 0; i < 4; ++i) sums[n][i] = multiply_add(q, part[i], sums[n][i]);
             }
         }
         UNROLL for (int n = 0; n < kQueries; ++n) {

@@ -25,7 +25,9 @@ INLINE void score_lanes(const float* queries, const float* keys, int64_t width, 
                 const int64_t index = number + 4 * part;
                 Float q;
                 load(q, queries + index * kLanes);
-                UNROLL for (int n = 0; n < kKeys; ++n) parts[n][part] += q * keys[n * width + index];
+                UNROLL for (int n = 0; n < kKeys; ++n) {
+                    parts[n][part] = multiply_add(q, keys[n * width + index], parts[n][part]);
+                }
             }
         }
         UNROLL for (int n = 0; n < kKeys; ++n) {

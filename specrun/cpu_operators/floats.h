@@ -1,6 +1,8 @@
 // Floats of 16 bits.
 #pragma once
 
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -36,6 +38,13 @@ inline uint16_t to_float16(float value) {
         return static_cast<uint16_t>(sign | (found - 0x3f000000u));
     }
     return static_cast<uint16_t>(sign | ((size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13));
+}
+
+template <class Floats>
+inline Floats each_multiply_add(const Floats& a, const Floats& b, const Floats& c) {
+    Floats y;
+    for (size_t i = 0; i < sizeof y / sizeof(float); ++i) y[i] = std::fma(a[i], b[i], c[i]);
+    return y;
 }
 
 template <class Halves, class Floats>

@@ -230,7 +230,7 @@ const InstructionSet kInstructionSets[] = {
     INSTRUCTION_SET(avx2, Vectors::kAvx2),
 #endif
     INSTRUCTION_SET(plain, Vectors::kPlain),
-    INSTRUCTION_SET(unfused, Vectors::kPlain),
+    INSTRUCTION_SET(unfused, Vectors::kUnfused),
 };
 
 const InstructionSet* choose(const char* name) {
@@ -298,7 +298,7 @@ bool multiply(Product product, const Threads& threads) {
     const int64_t rows = std::min(all_rows, std::max(kFewestRows, kRowBytes / row_bytes));
     const int64_t scales = (rows * blocks + 15) / 16 * 16, prepared = has_prologue ? (rows * inputs + 15) / 16 * 16 : 0;
     const int64_t places = (rows + 7) / 8 * 8;
-    const size_t needed = static_cast<size_t>(places) * sizeof(int64_t) + bytes_of(prepared + 2 * scales) +
+    const size_t needed = static_cast<size_t>(places) * sizeof(int64_t) + bytes_of(prepared + 4 * scales) +
                           static_cast<size_t>(rows * rounded.stride);
     // Kept from call to call: the system would clear so much memory each time.
     thread_local std::unique_ptr<void, void (*)(void*)> memory(nullptr, std::free);
@@ -313,7 +313,10 @@ bool multiply(Product product, const Threads& threads) {
     product.prepared = reinterpret_cast<float*>(own_places + places);
     rounded.scales = product.prepared + prepared;
     rounded.sums = reinterpret_cast<int32_t*>(rounded.scales + scales);
-    rounded.codes = reinterpret_cast<int8_t*>(rounded.sums + scales);
+    rounded.starts = rounded.sums + scales;
+    rounded.x_sums = reinterpret_cast<float*>(rounded.starts + scales);
+    rounded.codes = reinterpret_cast<int8_t*>(rounded.x_sums + scales);
+    rounded.rows = rows;
     for (int64_t done = 0; done < all_rows; done += rows) {
         const int64_t now = std::min(rows, all_rows - done);
         product.rows = find_rows(product, done, now, own_places);

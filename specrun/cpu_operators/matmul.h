@@ -76,11 +76,13 @@ struct Output {
 struct Rounded {
     int8_t* codes;   // [rows][stride], zero beyond K
     int64_t stride;  // Bytes from row to row. No power of two, or rows would meet in a few lines of the cache.
-    float* scales;   // [rows][blocks]
-    int32_t* sums;   // [rows][blocks]: of the codes
+    int64_t rows;    // Those that there is memory for.
+    float* scales;   // [blocks][rows], as the others
+    int32_t* sums;   // Of the codes.
+    int32_t* starts;  // What products of unsigned codes begin with: -middle * sum.
+    float* x_sums;   // Of the activations: scale * sum.
 
-    // Of the activations of a block.
-    float sum(int64_t index) const { return scales[index] * static_cast<float>(sums[index]); }
+    int64_t index(int64_t row, int64_t block) const { return block * rows + row; }
 };
 
 struct Product {

@@ -171,8 +171,9 @@ struct Tiles {
 
     OPERATION void add_to_totals(int64_t block) {
         const Weight& weight = product.weight;
-        const int32_t* x_sums = product.rounded.sums + row * blocks + block;
-        const float* x_scales = product.rounded.scales + row * blocks + block;
+        const int64_t index = product.rounded.index(row, block);
+        const int32_t* x_sums = product.rounded.sums + index;
+        const float* x_scales = product.rounded.scales + index;
         Float scales[kPanels], zero_points[kPanels], minima[kPanels];
         UNROLL for (int s = 0; s < kPanels; ++s) {
             scales[s] = load_values(weight.scales, panel + s, block, 0);
@@ -181,8 +182,8 @@ struct Tiles {
             zero_points[s] = weight.zeros ? load_int8(zeros) : zero();
         }
         for (int64_t r = 0; r < rows; ++r) {
-            const Float x_scale = spread(x_scales[r * blocks]);
-            const int32_t x_sum = x_sums[r * blocks];
+            const Float x_scale = spread(x_scales[r]);
+            const int32_t x_sum = x_sums[r];
             UNROLL for (int s = 0; s < kPanels; ++s) {
                 Int integers = _mm512_load_si512(sums[block % 2][s][r]);
                 if constexpr (!kSigned) integers = _mm512_add_epi32(integers, spread(-weight.middle * x_sum));
@@ -190,7 +191,7 @@ struct Tiles {
                 if (weight.zeros) sum = multiply_add(zero_points[s], spread(static_cast<float>(-x_sum)), sum);
                 Float total = multiply_add(sum, times(scales[s], x_scale), load(totals[s][r]));
                 if (weight.minima.values) {
-                    const float of_x = product.rounded.sum((row + r) * blocks + block);
+                    const float of_x = product.rounded.x_sums[index + r];
                     total = multiply_add(minima[s], spread(of_x), total);
                 }
                 store(totals[s][r], total);

@@ -35,8 +35,10 @@ TARGET void round_row(const Product& product, int64_t row) {
     for (int64_t block = 0; block < blocks; ++block) {
         const int64_t first = block * weight.block;
         const int64_t count = std::min(weight.block, weight.inputs - first);
-        round_block(x + first, count, codes + first, &rounded.scales[row * blocks + block],
-                    &rounded.sums[row * blocks + block]);
+        const int64_t index = rounded.index(row, block);
+        round_block(x + first, count, codes + first, &rounded.scales[index], &rounded.sums[index]);
+        rounded.starts[index] = -weight.middle * rounded.sums[index];
+        rounded.x_sums[index] = rounded.scales[index] * static_cast<float>(rounded.sums[index]);
     }
     std::memset(codes + weight.inputs, 0, static_cast<size_t>(rounded.stride - weight.inputs));
 }
@@ -81,8 +83,7 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t panel,
     for (int64_t block = 0; block < blocks; ++block) {
         Int sums[kRows][kVectors<kPanels>];
         UNROLL for (int r = 0; r < kRows; ++r) {
-            const int32_t sum = rounded.sums[(row + r) * blocks + block];
-            const Int start = spread(kUnsigned<kBits> ? -weight.middle * sum : 0);
+            const Int start = spread(kUnsigned<kBits> ? rounded.starts[rounded.index(row + r, block)] : 0);
             UNROLL for (int v = 0; v < kVectors<kPanels>; ++v) sums[r][v] = start;
         }
         const int64_t end = std::min(line + block_lines, lines);
@@ -109,13 +110,11 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t panel,
                 }
             }
         }
-        float x_sums[kRows];
-        UNROLL for (int r = 0; r < kRows; ++r) x_sums[r] = rounded.sum((row + r) * blocks + block);
         UNROLL for (int s = 0; s < kPanels; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
             const int v = s * kParts + p;
             const Float scale = load_values(weight.scales, panel + s, block, p * kLanes);
             UNROLL for (int r = 0; r < kRows; ++r) {
-                const int64_t index = (row + r) * blocks + block;
+                const int64_t index = rounded.index(row + r, block);
                 Float sum = to_float(sums[r][v]);
                 if (weight.zeros) {
                     const Float zero_points = load_int8(zeros[s] + block * kColumns + p * kLanes);
@@ -126,9 +125,103 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t panel,
             if (!weight.minima.values) continue;
             const Float minimum = load_values(weight.minima, panel + s, block, p * kLanes);
             UNROLL for (int r = 0; r < kRows; ++r) {
+                const float x_sum = rounded.x_sums[rounded.index(row + r, block)];
+                totals[r][v] = multiply_add(minimum, spread(x_sum), totals[r][v]);
+            }
+        }
+    }
+}
+
+// The scales and minima of the panels of a tile as floats, [blocks][16 * panels]: many rows use them.
+constexpr int64_t kUsualBlock = 32, kMostBlocks = 512;
+struct PanelValues {
+    alignas(64) float scales[kMostBlocks * kPanelsOfManyRows * kColumns];
+    alignas(64) float minima[kMostBlocks * kPanelsOfManyRows * kColumns];
+};
+
+// Whether ``add_up_blocks`` can stand for ``add_up_codes``.
+inline bool has_usual_blocks(const Weight& weight) {
+    return weight.block == kUsualBlock && weight.inputs % kUsualBlock == 0 && !weight.zeros &&
+           weight.blocks() <= kMostBlocks;
+}
+
+template <int kPanels>
+TARGET void read_values(const Weight& weight, int64_t panel, PanelValues* values) {
+    constexpr int kParts = static_cast<int>(kColumns) / kLanes;
+    int64_t index = 0;
+    for (int64_t block = 0; block < weight.blocks(); ++block) {
+        for (int s = 0; s < kPanels; ++s) {
+            for (int p = 0; p < kParts; ++p, index += kLanes) {
+                store(values->scales + index, load_values(weight.scales, panel + s, block, p * kLanes));
+                if (!weight.minima.values) continue;
+                store(values->minima + index, load_values(weight.minima, panel + s, block, p * kLanes));
+            }
+        }
+    }
+}
+
+// As ``add_up_codes``, of blocks of 32 inputs: they are unrolled, and what a row and a block have lies side by side.
+template <int kBits, int kRows, int kPanels, bool kHasMinima>
+OPERATION void add_up_blocks(const Product& product, int64_t row, int64_t panel, const PanelValues& values,
+                             Float (&totals)[kRows][kVectors<kPanels>]) {
+    constexpr int kParts = static_cast<int>(kColumns) / kLanes, kVector = kVectors<kPanels>;
+    constexpr int kPartBytes = static_cast<int>(kLineBytes) / kParts;
+    constexpr int kInputs = 32 / kBits, kBlockLines = kUsualBlock / kInputs;
+    const Rounded& rounded = product.rounded;
+    const int64_t blocks = product.weight.blocks(), panel_bytes = blocks * kBlockLines * kLineBytes;
+    const uint8_t* codes = static_cast<const uint8_t*>(product.weight.lines) + panel * panel_bytes;
+    const int8_t* inputs[kRows];
+    UNROLL for (int r = 0; r < kRows; ++r) inputs[r] = rounded.codes + (row + r) * rounded.stride;
+    const float *x_scales = rounded.scales + row, *x_sums = rounded.x_sums + row;
+    const float *scales = values.scales, *minima = values.minima;
+    const int32_t* starts = rounded.starts + row;
+    const int64_t stride = rounded.rows, ahead = kLinesAhead / kPanels * kLineBytes;
+    const bool prefetches = row == 0;  // For the tiles of other rows too.
+    for (int64_t block = 0; block < blocks; ++block) {
+        if (prefetches) {
+            for (int s = 0; s < kPanels; ++s) {
+                // From some line on, lines of the next panels.
+                const bool is_next = block * kBlockLines + kLinesAhead / kPanels >= blocks * kBlockLines;
+                const uint8_t* line = codes + s * panel_bytes + ahead + (is_next ? (kPanels - 1) * panel_bytes : 0);
+                UNROLL for (int i = 0; i < kBlockLines; ++i) __builtin_prefetch(line + i * kLineBytes, 0, kSecondCache);
+            }
+        }
+        Int sums[kRows][kVector];
+        UNROLL for (int r = 0; r < kRows; ++r) {
+            const Int start = spread(kUnsigned<kBits> ? starts[r] : 0);
+            UNROLL for (int v = 0; v < kVector; ++v) sums[r][v] = start;
+        }
+        UNROLL for (int line = 0; line < kBlockLines; ++line) {
+            UNROLL for (int v = 0; v < kVector; ++v) {
+                const Int packed = load(codes + v / kParts * panel_bytes + line * kLineBytes + v % kParts * kPartBytes);
+                if constexpr (kBits == 4) {
+                    const Int low = low_nibbles(packed), high = high_nibbles(packed);
+                    UNROLL for (int r = 0; r < kRows; ++r) {
+                        sums[r][v] = add_products<4>(sums[r][v], low, spread(inputs[r] + line * kInputs));
+                        sums[r][v] = add_products<4>(sums[r][v], high, spread(inputs[r] + line * kInputs + 4));
+                    }
+                } else {
+                    UNROLL for (int r = 0; r < kRows; ++r) {
+                        sums[r][v] = add_products<8>(sums[r][v], packed, spread(inputs[r] + line * kInputs));
+                    }
+                }
+            }
+        }
+        UNROLL for (int v = 0; v < kVector; ++v) {
+            const Float scale = load(scales + v * kLanes);
+            UNROLL for (int r = 0; r < kRows; ++r) {
+                totals[r][v] = multiply_add(to_float(sums[r][v]), times(scale, spread(x_scales[r])), totals[r][v]);
+            }
+            if constexpr (!kHasMinima) continue;
+            const Float minimum = load(minima + v * kLanes);
+            UNROLL for (int r = 0; r < kRows; ++r) {
                 totals[r][v] = multiply_add(minimum, spread(x_sums[r]), totals[r][v]);
             }
         }
+        codes += kBlockLines * kLineBytes;
+        UNROLL for (int r = 0; r < kRows; ++r) inputs[r] += kUsualBlock;
+        scales += kVector * kLanes, minima += kVector * kLanes;
+        starts += stride, x_scales += stride, x_sums += stride;
     }
 }
 
@@ -185,12 +278,16 @@ OPERATION void write_out(const Product& product, int64_t row, int64_t panel,
 }
 
 template <int kBits, int kRows, int kPanels>
-TARGET void multiply_tile(const Product& product, int64_t row, int64_t panel) {
+TARGET void multiply_tile(const Product& product, int64_t row, int64_t panel, const PanelValues* values) {
     constexpr int kParts = static_cast<int>(kColumns) / kLanes;
     Float totals[kRows][kVectors<kPanels>];
     UNROLL for (int r = 0; r < kRows; ++r) UNROLL for (int v = 0; v < kVectors<kPanels>; ++v) totals[r][v] = zero();
     if constexpr (kBits == 32) {
         add_up_floats<kRows, kPanels>(product, row, panel, totals);
+    } else if (values && product.weight.minima.values) {
+        add_up_blocks<kBits, kRows, kPanels, true>(product, row, panel, *values, totals);
+    } else if (values) {
+        add_up_blocks<kBits, kRows, kPanels, false>(product, row, panel, *values, totals);
     } else {
         add_up_codes<kBits, kRows, kPanels>(product, row, panel, totals);
     }
@@ -203,11 +300,11 @@ TARGET void multiply_tile(const Product& product, int64_t row, int64_t panel) {
 
 // A tile of ``rows`` rows, at most kRows.
 template <int kBits, int kPanels, int kRows>
-TARGET void multiply_rows(const Product& product, int64_t row, int64_t rows, int64_t panel) {
+TARGET void multiply_rows(const Product& product, int64_t row, int64_t rows, int64_t panel, const PanelValues* values) {
     if (rows == kRows) {
-        multiply_tile<kBits, kRows, kPanels>(product, row, panel);
+        multiply_tile<kBits, kRows, kPanels>(product, row, panel, values);
     } else if constexpr (kRows > 1) {
-        multiply_rows<kBits, kPanels, kRows - 1>(product, row, rows, panel);
+        multiply_rows<kBits, kPanels, kRows - 1>(product, row, rows, panel, values);
     }
 }
 
@@ -215,11 +312,16 @@ TARGET void multiply_rows(const Product& product, int64_t row, int64_t rows, int
 // meanwhile. Tiles have about equally many rows, kRows at most. Returns the first panel that is left.
 template <int kBits, int kPanels, int kRows>
 TARGET int64_t multiply_panels(const Product& product, int64_t panel, int64_t end) {
+    PanelValues values;
+    const bool prepares = kBits != 32 && product.rows > 2 * kRows && has_usual_blocks(product.weight);
     for (; panel + kPanels <= end; panel += kPanels) {
+        if constexpr (kBits != 32 && kPanels <= kPanelsOfManyRows) {
+            if (prepares) read_values<kPanels>(product.weight, panel, &values);
+        }
         for (int64_t row = 0; row < product.rows;) {
             const int64_t left = product.rows - row, tiles = (left + kRows - 1) / kRows;
             const int64_t rows = (left + tiles - 1) / tiles;
-            multiply_rows<kBits, kPanels, kRows>(product, row, rows, panel);
+            multiply_rows<kBits, kPanels, kRows>(product, row, rows, panel, prepares ? &values : nullptr);
             row += rows;
         }
     }

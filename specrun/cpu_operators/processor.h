@@ -5,12 +5,13 @@
 
 namespace specrun {
 
-enum class Vectors { kPlain, kAvx2, kAvx512 };
+enum class Vectors { kUnfused, kPlain, kAvx2, kAvx512 };
 
 // The widest of this processor.
 inline Vectors widest_vectors() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f")) return Vectors::kAvx512;
+    if (!__builtin_cpu_supports("fma")) return Vectors::kUnfused;
     if (__builtin_cpu_supports("avx2")) return Vectors::kAvx2;
 #endif
     return Vectors::kPlain;

@@ -1,6 +1,6 @@
 // Vectors of 16 floats in plain C++: of as many parts as the processor's vectors are narrower. on_every_processor.h
-// includes it for each width kPart. Products are not joined with sums (-ffp-contract=off), so that all widths compute
-// the same bits.
+// includes it for each width kPart. Products are joined with sums by multiply_add alone (-ffp-contract=off), so that all
+// widths compute the same bits.
 //
 // No include guard. A compiler's own vectors of 16 floats would do where the processor has such; elsewhere GCC 12 keeps
 // them in memory, which takes up to eight times as long.
@@ -10,7 +10,14 @@
 #undef UNROLL
 #define UNROLL _Pragma("GCC unroll 16")
 #undef EACH
+#undef KEEP
 #define EACH UNROLL for (int i = 0; i < kParts; ++i)
+// Keep a vector in registers.
+#if defined(__x86_64__)
+#define KEEP(vector) EACH __asm__("" : "+v"((vector).parts[i]))
+#else
+#define KEEP(vector) EACH __asm__("" : "+w"((vector).parts[i]))
+#endif
 
 constexpr int kLanes = 16, kParts = kLanes / kPart;
 typedef float FloatPart __attribute__((vector_size(kPart * 4)));
@@ -27,7 +34,7 @@ struct Float {
 
 INLINE Float spread(float x) {
     Float y;
-    EACH y.parts[i] = FloatPart{} + x;
+    EACH y.parts[i] = x - FloatPart{};  // A sum with 0 would be computed, because of -0.
     return y;
 }
 
@@ -49,6 +56,14 @@ OPERATOR(/)
 #undef OPERATOR
 
 INLINE void operator+=(Float& a, const Float& b) { a = a + b; }
+
+// a * b + c, rounded once.
+INLINE Float multiply_add(const Float& a, const Float& b, const Float& c) {
+    Float y;
+    EACH y.parts[i] = MULTIPLY_ADD(a.parts[i], b.parts[i], c.parts[i]);
+    return y;
+}
+INLINE Float multiply_add(const Float& a, float b, const Float& c) { return multiply_add(a, spread(b), c); }
 
 INLINE Int operator>(const Float& a, const Float& b) {
     Int y;
