@@ -1,8 +1,8 @@
-"""A larger model beside OpenVINO GenAI and llama.cpp: seconds to the first token of a prompt, and the speed behind it.
+"""A model beside OpenVINO GenAI and llama.cpp: seconds to the first token of a prompt, and the speed behind it.
 
-The target has the shape of Qwen2.5-1.5B and random weights: what it writes means nothing, and takes as long as the
-real one's texts. It is alone, in 8 or 4 bits, one text at a time, two threads. All take turns; medians. Needs what
-scripts/benchmarks/peers_setup makes, and 15 GB in --work_dir, where models are kept.
+The model is that of --model_dir, or one of the shape of Qwen2.5-1.5B with random weights: what it writes means nothing,
+and takes as long as the real one's texts. It is alone, in 8 or 4 bits, one text at a time, two threads. All take turns;
+medians. Needs what scripts/benchmarks/peers_setup makes, and up to 15 GB in --work_dir, where models are kept.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -31,13 +32,17 @@ from specrun.evaluation.bench_results import Spread
 TOKENIZER = Path(__file__).parents[1] / "demo_pair" / "target"
 POSITIONS = 4096
 FORMS = [bits for bits in BITS if bits != "float32"]
+OPENVINO, LLAMA_CPP = "OpenVINO GenAI", "llama.cpp"
 OUTPUT_LEN = 33
 """The first token is timed alone, and the others together."""
 
 
-def make(places: Places, bits: str) -> None:
-    """The model for all three, where it is not there yet."""
+def make(places: Places, bits: str, model: Path | None, peers: Sequence[str]) -> None:
+    """The model for specrun and its peers, where it is not there yet. model: None: a random one."""
     source = places.demo / "hf" / "target"
+    if model and not source.exists():
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.symlink_to(model.absolute())
     if not source.exists():
         config = Qwen2Config(
             hidden_size=1536,
@@ -55,8 +60,10 @@ def make(places: Places, bits: str) -> None:
     if not (engine := places.made("specrun", "target", bits)).exists():
         onnx = to_onnx(source, places.work / "onnx" / engine.name, qformat=BITS[bits].specrun, verify=False)
         build(onnx, engine, max_seq_len=POSITIONS, max_input_len=POSITIONS - 1)
-    make_openvino(places, "target", bits)
-    make_gguf(places, "target", bits)
+    if OPENVINO in peers:
+        make_openvino(places, "target", bits)
+    if LLAMA_CPP in peers:
+        make_gguf(places, "target", bits)
 
 
 def measure(found: dict[str, System], prompts: list[list[int]], turns: int) -> list[dict[str, Any]]:
@@ -86,12 +93,28 @@ def measure(found: dict[str, System], prompts: list[list[int]], turns: int) -> l
 @click.command()
 @click.option("--peers_dir", type=click.Path(path_type=Path), required=True, help="What peers_setup made.")
 @click.option("--work_dir", type=click.Path(path_type=Path), required=True, help="Models are kept here.")
+@click.option("--model_dir", type=click.Path(path_type=Path), help="A model in place of the random one.")
+@click.option(
+    "--peer",
+    "peers",
+    type=click.Choice([OPENVINO, LLAMA_CPP]),
+    multiple=True,
+    default=[OPENVINO, LLAMA_CPP],
+    show_default=True,
+)
 @click.option("--bits", "rows", type=click.Choice(FORMS), multiple=True, default=FORMS, show_default=True)
 @click.option("--prompt_len", "lengths", type=int, multiple=True, default=[16, 512], show_default=True)
 @click.option("--turns", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 def main(
-    peers_dir: Path, work_dir: Path, rows: tuple[str, ...], lengths: tuple[int, ...], turns: int, json_file: Path | None
+    peers_dir: Path,
+    work_dir: Path,
+    model_dir: Path | None,
+    peers: tuple[str, ...],
+    rows: tuple[str, ...],
+    lengths: tuple[int, ...],
+    turns: int,
+    json_file: Path | None,
 ) -> None:
     """Measure specrun beside its peers."""
     work = work_dir.absolute()
@@ -100,21 +123,20 @@ def main(
     prompts = [[int(token) for token in random.integers(300, 2000, length)] for length in lengths]
     results: dict[str, Any] = {}
     for bits in rows:
-        make(places, bits)
+        make(places, bits, model_dir, peers)
         with ExitStack() as opened:
             config = DraftTargetConfig(reuse_blocks=False)
             decoder = opened.enter_context(
                 SpeculativeDecoder.open(places.made("specrun", "target", bits), None, config)
             )
-            ir = places.made("openvino", "target", bits)
-            openvino = opened.enter_context(worker(places, "openvino", ir, ir, 1))
-            model, log = places.made("llama.cpp", "target", bits), work / "llama-server.log"
-            llama_cpp = LlamaCpp({False: opened.enter_context(llama_server(places, model, log, POSITIONS))})
-            found: dict[str, System] = {
-                "specrun": Specrun(decoder, 0),
-                "OpenVINO GenAI": openvino,
-                "llama.cpp": llama_cpp,
-            }
+            found: dict[str, System] = {"specrun": Specrun(decoder, 0)}
+            if OPENVINO in peers:
+                ir = places.made("openvino", "target", bits)
+                found[OPENVINO] = opened.enter_context(worker(places, "openvino", ir, ir, 1))
+            if LLAMA_CPP in peers:
+                model, log = places.made("llama.cpp", "target", bits), work / "llama-server.log"
+                server = opened.enter_context(llama_server(places, model, log, POSITIONS))
+                found[LLAMA_CPP] = LlamaCpp({False: server})
             results[bits] = measure(found, prompts, turns)
         for row in results[bits]:
             click.echo(f"{bits}: {row}")

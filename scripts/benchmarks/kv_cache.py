@@ -9,7 +9,7 @@ turns in one run, beside weights in the same format. Engines are kept in --work_
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def quality_of(checkpoint: Path, work: Path, count: int) -> dict[str, Any]:
         half = every.shape[1] // (2 * CHUNK) * CHUNK
         rows, last = every[:, : 2 * half], every[:, half : 2 * half]
         expected = list(logits(base, rows))
-        for weights in ("float32", "int8"):
+        for weights in WEIGHTS:
             for cache in CACHES:
                 engine = engine_of(checkpoint, work, weights, cache)
                 if engine != base:
@@ -91,10 +91,10 @@ def seconds(backend: Backend, batch: int, tokens: int, positions: int) -> float:
     return fastest(step.run, PASSES)
 
 
-def pass_times(checkpoint: Path, work: Path) -> list[dict[str, Any]]:
+def pass_times(checkpoint: Path, work: Path, every: Sequence[str]) -> list[dict[str, Any]]:
     """Milliseconds of passes, and how many times faster than with a cache in float32 in the same turn."""
     results = []
-    for weights in WEIGHTS:
+    for weights in every:
         backends = {}
         for cache in CACHES:
             engine = engine_of(checkpoint, work, weights, cache)
@@ -129,11 +129,18 @@ def pass_times(checkpoint: Path, work: Path) -> list[dict[str, Any]]:
 @click.option("--models_dir", type=click.Path(path_type=Path), default=Path(".cache/real_models"), show_default=True)
 @click.option("--model", "names", type=click.Choice(list(REAL_MODELS)), multiple=True, default=list(REAL_MODELS))
 @click.option("--part", type=click.Choice(["quality", "passes"]), multiple=True, default=["quality", "passes"])
+@click.option("--weights", type=click.Choice(list(WEIGHTS)), multiple=True, default=list(WEIGHTS), help="Of passes.")
 @click.option("--rows", type=int, default=1, show_default=True, help=f"Texts of {TEXT_LEN} tokens of a kind.")
 @click.option("--work_dir", type=click.Path(path_type=Path), required=True, help="Engines are kept here; 6 GB.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Add the figures to this file.")
 def main(
-    models_dir: Path, names: tuple[str, ...], part: tuple[str, ...], rows: int, work_dir: Path, json_file: Path | None
+    models_dir: Path,
+    names: tuple[str, ...],
+    part: tuple[str, ...],
+    weights: tuple[str, ...],
+    rows: int,
+    work_dir: Path,
+    json_file: Path | None,
 ) -> None:
     """Measure what caches in few bits gain and cost."""
     report: dict[str, Any] = json.loads(json_file.read_text()) if json_file and json_file.is_file() else {}
@@ -144,7 +151,7 @@ def main(
         if "quality" in part:
             own["quality"] = quality_of(checkpoint, work, rows)
         if "passes" in part:
-            own["passes"] = pass_times(checkpoint, work)
+            own["passes"] = pass_times(checkpoint, work, weights)
         own["machine"] = machine_of(open_engine(engine_of(checkpoint, work, BASE, BASE)))
         if json_file:
             json_file.write_text(json.dumps(report) + "\n")

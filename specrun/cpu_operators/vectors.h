@@ -100,14 +100,14 @@ INLINE Float exponential(Float x) {
     constexpr float kShift = 12582912.0f;  // 1.5 * 2**23: what is added to it is rounded to a whole number.
     const Float lowest = spread(-87.0f);
     x = select(lowest > x, lowest, x);  // NaN stays NaN.
-    const Float shifted = x * 1.44269504f + kShift, power = shifted - kShift;
-    const Float rest = x - power * 0.693359375f - power * -2.12194440e-4f;
-    Float y = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * rest + 8.3334519073e-3f;
-    y = y * rest + 4.1665795894e-2f;
-    y = y * rest + 1.6666665459e-1f;
-    y = y * rest + 5.0000001201e-1f;
-    y = y * (rest * rest) + rest + 1.0f;
+    const Float shifted = multiply_add(x, 1.44269504f, spread(kShift)), power = shifted - kShift;
+    const Float rest = multiply_add(power, 2.12194440e-4f, multiply_add(power, -0.693359375f, x));
+    Float y = multiply_add(rest, 1.9875691500e-4f, spread(1.3981999507e-3f));
+    y = multiply_add(y, rest, spread(8.3334519073e-3f));
+    y = multiply_add(y, rest, spread(4.1665795894e-2f));
+    y = multiply_add(y, rest, spread(1.6666665459e-1f));
+    y = multiply_add(y, rest, spread(5.0000001201e-1f));
+    y = multiply_add(y, rest * rest, rest) + 1.0f;
     EACH y.parts[i] = (FloatPart)((IntPart)y.parts[i] + ((IntPart)shifted.parts[i] << 23));
     return y;
 }
