@@ -77,6 +77,8 @@ struct Softmax {
     float highest, sum;
 };
 
+constexpr int kMostQueries = 2 * kLanes;  // At a time: two vectors of them read a key once.
+
 // A query, and keys that it sees: ``keys`` of them from the position ``first`` on.
 struct Query {
     const float* q;
@@ -133,6 +135,25 @@ INLINE void mix_two(const Query* queries, float* y, const float* weights, int64_
     if (common > begin) mix<2, kStep>(y, weights, apart, values, width, begin, common);
     const int64_t rest = std::max(begin, common);
     if (last > rest) mix<1, kStep>(y + width, weights + apart, 0, values + (rest - begin) * width, width, rest, last);
+}
+
+// Of ``count`` queries; weights: of query n and a key, n * apart + key * kStep. Where registers suffice, four at a time.
+template <int kStep>
+INLINE void mix_all(const Query* queries, int count, float* y, const float* weights, int64_t apart, const float* values,
+                    int64_t width, int64_t begin, int64_t end) {
+    int n = 0;
+    for (; kPart == kLanes && n + 4 <= count; n += 4) {
+        const int64_t common = std::min(end, queries[n].keys), rest = std::max(begin, common);
+        if (common > begin) mix<4, kStep>(y + n * width, weights + n * apart, apart, values, width, begin, common);
+        const float* others = values + (rest - begin) * width;
+        for (int two = n; two < n + 4 && rest < end; two += 2) {
+            mix_two<kStep>(queries + two, y + two * width, weights + two * apart, apart, others, width, rest, end);
+        }
+    }
+    for (; n + 2 <= count; n += 2) {
+        mix_two<kStep>(queries + n, y + n * width, weights + n * apart, apart, values, width, begin, end);
+    }
+    if (n < count) mix<1, kStep>(y + n * width, weights + n * apart, 0, values, width, begin, end);
 }
 
 // Scores [count, a multiple of 16] become softcap * tanh(score / softcap).
@@ -238,11 +259,7 @@ TARGET void answer(Query* queries, int count, Keys keys, Values values, float* m
     for (int64_t begin = 0; begin < most; begin += step) {
         const int64_t end = std::min(begin + step, most);
         const float* floats = values.floats(begin, end, memory);
-        int n = 0;
-        for (; n + 2 <= count; n += 2) {
-            mix_two<1>(queries + n, y + n * value_width, queries[n].weights, apart, floats, value_width, begin, end);
-        }
-        if (n < count) mix<1, 1>(y + n * value_width, queries[n].weights, 0, floats, value_width, begin, end);
+        mix_all<1>(queries, count, y, queries[0].weights, apart, floats, value_width, begin, end);
     }
 }
 
@@ -250,12 +267,14 @@ TARGET void answer(Query* queries, int count, Keys keys, Values values, float* m
 // one processor.)
 constexpr int kManyQueries = kPart == kLanes ? 6 : 14;
 
-// Queries of any number up to 16, whose keys begin at the same position; of increasing numbers of keys.
+// Queries of any number up to 32, whose keys begin at the same position; of increasing numbers of keys.
 template <class Keys, class Values>
 TARGET void answer_all(Query* queries, int count, Keys keys, Values values, int64_t widest, float* memory) {
     float* y = memory + kKeysAtATime * widest;
-    if (count >= kManyQueries) {
-        answer_lanes(queries, count, keys, values, widest, memory, y);
+    if (count > kLanes) {
+        answer_lanes<2>(queries, count, keys, values, widest, memory, y);
+    } else if (count >= kManyQueries) {
+        answer_lanes<1>(queries, count, keys, values, widest, memory, y);
     } else {
         answer(queries, count, keys, values, memory, y);
     }
@@ -295,7 +314,7 @@ TARGET void answer_heads(const CachedAttention& all, Query* queries, int count, 
 TARGET void answer_split(const CachedAttention& all, Query* queries, int count, int64_t split, const uint8_t* keys,
                          const uint8_t* values, int64_t widest, float* memory) {
     const int64_t skipped = split * kKeysOfSplit;
-    Query parts[kLanes];
+    Query parts[kMostQueries];
     for (int n = 0; n < count; ++n) {
         parts[n] = queries[n];
         parts[n].first += skipped;
@@ -304,7 +323,10 @@ TARGET void answer_split(const CachedAttention& all, Query* queries, int count, 
     answer_heads(all, parts, count, keys, values, widest, memory);
     const int64_t width = all.value_width, stride = all.is_packed() ? all.width : whole_lanes(width);
     const float* answers = memory + kKeysAtATime * widest;
-    if (!all.answers) return join(queries, parts, count, answers, width, stride);
+    for (int n = 0; n < count && !all.answers; n += kLanes) {
+        join(queries + n, parts + n, std::min(count - n, kLanes), answers + n * stride, width, stride);
+    }
+    if (!all.answers) return;
     for (int n = 0; n < count; ++n, answers += stride) {
         float* answer = queries[n].answers + split * (2 + width);
         std::memcpy(answer, &parts[n].softmax, sizeof parts[n].softmax);
@@ -333,6 +355,10 @@ INLINE float* answers_of(const CachedAttention& all, int64_t query) {
 // The answers of all keys, or of ``own_split`` where threads divide them.
 TARGET void answer_keys(const CachedAttention& all, Query* queries, int count, int64_t own_split, const uint8_t* keys,
                         const uint8_t* values, int64_t widest, float* memory) {
+    if (count > kLanes && count < kLanes + kManyQueries) {
+        answer_keys(all, queries, kLanes, own_split, keys, values, widest, memory);
+        queries += kLanes, count -= kLanes;
+    }
     const int64_t splits = splits_of(queries[count - 1].keys);
     if (count >= kManyQueries) lay_out_lanes(queries, count, whole_lanes(all.width), lanes_of(memory, widest));
     if (all.answers) {
@@ -367,10 +393,10 @@ TARGET void attend_part(void* item, size_t number) {
     const uint8_t *keys = all.keys + base * all.key_bytes(), *values = all.values + base * all.value_bytes();
     const int64_t most = std::min(whole_lanes(all.first[row] + end), kKeysOfSplit);
     thread_local std::vector<Line> lines;  // Aligned: a vector that crosses lines of the cache takes twice as long.
-    lines.resize(static_cast<size_t>(kLanes * width + lanes_memory(most, widest)) / kLanes);
-    float *rotated = lines.data()->numbers, *memory = rotated + kLanes * width;
-    float* weights = memory + (kKeysAtATime + kLanes) * widest;
-    Query queries[kLanes];
+    lines.resize(static_cast<size_t>(kMostQueries * width + lanes_memory(most, widest)) / kLanes);
+    float *rotated = lines.data()->numbers, *memory = rotated + kMostQueries * width;
+    float* weights = memory + (kKeysAtATime + kMostQueries) * widest;
+    Query queries[kMostQueries];
     int count = 0;
     const auto answer_them = [&] {
         if (count) answer_keys(all, queries, count, own_split, keys, values, widest, memory);
@@ -394,7 +420,7 @@ TARGET void attend_part(void* item, size_t number) {
             const Softmax softmax = all.answers ? Softmax{} : begin_answer(all, q_head, y);
             queries[count] = {query,   from, position + 1 - from, weights + count * most,
                               all.softcap, softmax, y, answers};
-            if (++count == kLanes) answer_them();
+            if (++count == kMostQueries) answer_them();
         }
     }
     answer_them();

@@ -1,9 +1,9 @@
 // Keys and values in float16 or in codes of 8 or 4 bits, in terms of the vectors of vectors.h.
 //
-// Of codes: a head's numbers are mixed by a Hadamard matrix, so that none is much louder than the others, and each block of 32 gets
-// a scale of its own. Queries are mixed as keys are, and answers are mixed back: the matrix is its own inverse.
-// (arXiv 2404.00456, QuaRot.) In memory: codes, then scales. Codes of 4 bits stand for code - 8; a byte has number i of a
-// block in its lower half and number i + 16 in its upper one.
+// Of codes: a head's numbers are mixed by a Hadamard matrix, so that none is much louder than the others, and each
+// block of 32 gets a scale of its own. Queries are mixed as keys are, and answers are mixed back: the matrix is its own
+// inverse. (arXiv 2404.00456, QuaRot.) In memory: codes, then scales. Codes of 4 bits stand for code - 8; a byte has
+// number i of a block in its lower half and number i + 16 in its upper one.
 
 typedef int8_t CodePart __attribute__((vector_size(kPart)));
 constexpr int kHalf = kBlock / 2;

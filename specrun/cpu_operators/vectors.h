@@ -15,8 +15,10 @@
 // Keep a vector in registers.
 #if defined(__x86_64__)
 #define KEEP(vector) EACH __asm__("" : "+v"((vector).parts[i]))
-#else
+#elif defined(__aarch64__)
 #define KEEP(vector) EACH __asm__("" : "+w"((vector).parts[i]))
+#else
+#define KEEP(vector) (void)(vector)
 #endif
 
 constexpr int kLanes = 16, kParts = kLanes / kPart;
