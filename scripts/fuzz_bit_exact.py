@@ -46,6 +46,7 @@ FAMILIES = {
 FORMS = (
     *("float32", *FEW_BITS, "recurrent", "recurrent int8", "experts", "experts int4", "latent attention"),
     *("latent attention int8", "chunks", "2 ranks", "2 ranks int8", "2 ranks int4", "cuda", "cuda int4"),
+    *("float16 cache", "float16 cache int8"),
 )
 """Targets and the form of their weights; of "2 ranks" two processes compute a dense one.
 
@@ -174,12 +175,15 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     ranks = 2 if form.startswith("2 ranks") else 1
     bits = next((bits for bits in FEW_BITS if form.endswith(bits)), "")
     family, layers = next((of for name, of in FAMILIES.items() if form.startswith(name)), ("llama3", 3))
+    cache = "float16" if form.startswith("float16 cache") else "auto"
+    sizes |= {"head_dim": 32} if cache == "float16" else {}  # Narrower heads have no cache in 16 bits.
     hf = save_checkpoint(root / "hf", family, seed=1, num_hidden_layers=layers, **sizes)
     checkpoint = make_onnx(hf, root / "onnx", verify=False, **FEW_BITS.get(bits, {}))
     other_hf = save_checkpoint(root / "other_hf", "lfm2" if family == "qwen3_5" else "qwen2", seed=2)
     other = make_onnx(other_hf, root / "other_onnx", verify=False)
     rough = make_onnx(hf, root / "rough_onnx", verify=False, qformat="int8" if bits.startswith("int4") else "int4")
-    target = make_engine(checkpoint, root / "target", max_draft_len=7, max_batch_size=5, tp_size=ranks)
+    sizes = {"max_draft_len": 7, "max_batch_size": 5, "tp_size": ranks, "kv_cache_dtype": cache}
+    target = make_engine(checkpoint, root / "target", **sizes)
     sources = {"rough": rough, "itself": checkpoint, "other": other}
     return target, [make_engine(source, root / name, max_batch_size=5) for name, source in sources.items()]
 
