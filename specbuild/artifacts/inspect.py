@@ -12,6 +12,7 @@ from rich.table import Table
 
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig, open_checkpoint
 from specrun.command_line import human_bytes
+from specrun.engine_dir.cache_tensors import packed_form
 from specrun.engine_dir.config import CONFIG_NAME, EngineConfig, GraphInfo, Profile, check_files, read_config
 from specrun.engine_dir.contract import past_names, present_names
 from specrun.errors import EngineDirError
@@ -111,9 +112,7 @@ def _engine(config: EngineConfig, show_all: bool) -> str:
     build, backend = config.build_config, config.backend
     cache = config.graph.cache_bytes(build.max_batch_size, build.cache_length)
     bits = config.graph.value_bits
-    cache_form = f"8 and {bits} bits" if bits else config.graph.cache_element.name
-    if bits == 16:
-        cache_form = "float16"
+    cache_form = packed_form(bits) if bits else config.graph.cache_element.name
     where = ", ".join(backend.compute_capabilities) or _ANY.get(backend.name, "this GPU")
     rows = {
         "kind": "engine",

@@ -86,7 +86,7 @@ struct Query {
     float* weights;  // [keys, and up to 15 more]
     float softcap;   // 0: none.
     Softmax softmax;
-    float* y;        // Weights times values, not divided by their sum.
+    float* y;        // Of the splits so far: weights times values, not divided by their sum.
     float* answers;  // Where the answer of each split of the keys goes; null: to ``y``, one after the other.
 };
 
@@ -345,8 +345,6 @@ INLINE void end_answer(const CachedAttention& all, const Softmax& softmax, float
     for (int64_t i = 0; i < all.value_width; ++i) y[i] /= softmax.sum;
     if (all.is_coded()) mix_numbers(y, all.width);
 }
-
-INLINE int64_t splits_of(int64_t keys) { return (keys + kKeysOfSplit - 1) / kKeysOfSplit; }
 
 INLINE float* answers_of(const CachedAttention& all, int64_t query) {
     return all.answers + query * all.splits * (2 + all.value_width);

@@ -29,7 +29,7 @@ bool attend(CachedAttention all, const Threads& threads) {
         return run(threads, alone, ON_THIS_PROCESSOR(attend_part), items, &all);
     }
     thread_local std::vector<float> answers;
-    all.splits = (longest + kKeysOfSplit - 1) / kKeysOfSplit;
+    all.splits = splits_of(longest);
     answers.resize(static_cast<size_t>(tokens * all.q_heads * all.splits * (2 + all.value_width)));
     all.answers = answers.data();
     const bool joins_alone = tokens * all.q_heads * all.splits * all.value_width < kFewNumbers;

@@ -53,6 +53,7 @@ struct CachedAttention {
 constexpr int64_t kTokensOfPart = 16;  // A part is an item of work.
 // Keys whose weights are summed up by themselves: of a query, those from its first one on, then the next ones.
 constexpr int64_t kKeysOfSplit = 256;
+constexpr int64_t splits_of(int64_t keys) { return (keys + kKeysOfSplit - 1) / kKeysOfSplit; }
 
 // Returns false where threads fail.
 bool attend(CachedAttention attention, const Threads& threads);

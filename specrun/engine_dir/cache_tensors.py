@@ -59,6 +59,11 @@ def key_bits(value_bits: int) -> int:
     return max(8, value_bits)
 
 
+def packed_form(value_bits: int) -> str:
+    """What people are told of packed keys and values."""
+    return "float16" if value_bits == 16 else f"8 and {value_bits} bits"
+
+
 def packed_caches(caches: Sequence[CacheTensor], value_bits: int) -> list[CacheTensor]:
     """[key_0, value_0, key_1, ..] packed."""
     return [cache.packed(value_bits if number % 2 else key_bits(value_bits)) for number, cache in enumerate(caches)]

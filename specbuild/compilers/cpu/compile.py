@@ -25,6 +25,7 @@ from specbuild.compilers.graph_io import describe_io
 from specbuild.graph import ops as graphs
 from specrun import cpu_operators
 from specrun.backends.ort import session_options
+from specrun.engine_dir.cache_tensors import packed_form
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, ValueBits
 from specrun.engine_dir.directories import write_whole
 from specrun.errors import BuildError
@@ -89,9 +90,8 @@ def use_own_attention(work: Compilation) -> None:
     """Rotation, cache and attention of a layer become one operator; keys and values may be in few bits."""
     bits = work.value_bits
     if bits and pack_attention(work.model, work.build.cache_length, bits):
-        form = "float16" if bits == 16 else f"8 and {bits} bits"
         work.graph = work.graph.with_packed_cache(bits)
-        work.notes.append(f"keys and values in {form}, which specrun's own CPU operators round by token")
+        work.notes.append(f"keys and values in {packed_form(bits)}, which specrun's own CPU operators round by token")
     elif bits and (bits != 16 or work.build.kv_cache_dtype == "float16"):
         raise BuildError(
             f"{work.checkpoint}: --kv_cache_dtype: attention here is not one that specrun's own CPU operators compute "
