@@ -1,8 +1,9 @@
 """A model beside OpenVINO GenAI and llama.cpp: seconds to the first token of a prompt, and the speed behind it.
 
 The model is that of --model_dir, or one of the shape of Qwen2.5-1.5B with random weights: what it writes means nothing,
-and takes as long as the real one's texts. It is alone, in 8 or 4 bits, one text at a time, two threads. All take turns;
-medians. Needs what scripts/benchmarks/peers_setup makes, and up to 15 GB in --work_dir, where models are kept.
+and takes as long as the real one's texts. It is alone, one text at a time, two threads. All take turns; medians. By
+default OpenVINO computes in bfloat16 where the processor can, with keys and values in 8 bits; it is measured in float32
+too. Needs what scripts/benchmarks/peers_setup makes, and up to 15 GB in --work_dir, where models are kept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformers import Qwen2Config
 
 from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
 from scripts.benchmarks.peers_models import BITS, Places, make_gguf, make_openvino
-from scripts.benchmarks.peers_systems import LlamaCpp, Specrun, System, llama_server, worker
+from scripts.benchmarks.peers_systems import OPENVINO_FLOAT32, LlamaCpp, Specrun, System, llama_server, worker
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.processor import describe_processor
@@ -31,8 +32,9 @@ from specrun.evaluation.bench_results import Spread
 
 TOKENIZER = Path(__file__).parents[1] / "demo_pair" / "target"
 POSITIONS = 4096
-FORMS = [bits for bits in BITS if bits != "float32"]
-OPENVINO, LLAMA_CPP = "OpenVINO GenAI", "llama.cpp"
+OPENVINO = {"OpenVINO GenAI": (), "OpenVINO GenAI, computing in float32": OPENVINO_FLOAT32}
+"""Settings of each."""
+LLAMA_CPP = "llama.cpp"
 OUTPUT_LEN = 33
 """The first token is timed alone, and the others together."""
 
@@ -60,7 +62,7 @@ def make(places: Places, bits: str, model: Path | None, peers: Sequence[str]) ->
     if not (engine := places.made("specrun", "target", bits)).exists():
         onnx = to_onnx(source, places.work / "onnx" / engine.name, qformat=BITS[bits].specrun, verify=False)
         build(onnx, engine, max_seq_len=POSITIONS, max_input_len=POSITIONS - 1)
-    if OPENVINO in peers:
+    if not OPENVINO.keys().isdisjoint(peers):
         make_openvino(places, "target", bits)
     if LLAMA_CPP in peers:
         make_gguf(places, "target", bits)
@@ -97,12 +99,12 @@ def measure(found: dict[str, System], prompts: list[list[int]], turns: int) -> l
 @click.option(
     "--peer",
     "peers",
-    type=click.Choice([OPENVINO, LLAMA_CPP]),
+    type=click.Choice([*OPENVINO, LLAMA_CPP]),
     multiple=True,
-    default=[OPENVINO, LLAMA_CPP],
+    default=[*OPENVINO, LLAMA_CPP],
     show_default=True,
 )
-@click.option("--bits", "rows", type=click.Choice(FORMS), multiple=True, default=FORMS, show_default=True)
+@click.option("--bits", "rows", type=click.Choice(list(BITS)), multiple=True, default=["8 bits", "4 bits"])
 @click.option("--prompt_len", "lengths", type=int, multiple=True, default=[16, 512], show_default=True)
 @click.option("--turns", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
@@ -130,9 +132,9 @@ def main(
                 SpeculativeDecoder.open(places.made("specrun", "target", bits), None, config)
             )
             found: dict[str, System] = {"specrun": Specrun(decoder, 0)}
-            if OPENVINO in peers:
+            for name in (name for name in OPENVINO if name in peers):
                 ir = places.made("openvino", "target", bits)
-                found[OPENVINO] = opened.enter_context(worker(places, "openvino", ir, ir, 1))
+                found[name] = opened.enter_context(worker(places, "openvino", ir, "-", 1, *OPENVINO[name]))
             if LLAMA_CPP in peers:
                 model, log = places.made("llama.cpp", "target", bits), work / "llama-server.log"
                 server = opened.enter_context(llama_server(places, model, log, POSITIONS))

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstddef>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <cpuid.h>

@@ -44,27 +44,43 @@ TARGET void round_row(const Product& product, int64_t row) {
 }
 
 // The scales or minima of a block of a panel, from column ``lane`` on.
+template <Stored kStored>
 OPERATION Float load_values(const BlockValues& all, int64_t panel, int64_t block, int lane) {
     const int64_t index = all.value_index(panel, block) + lane;
-    switch (all.stored) {
-        case Stored::kFloat32: return load(static_cast<const float*>(all.values) + index);
-        case Stored::kBfloat16: return load_bfloat16(static_cast<const uint16_t*>(all.values) + index);
-        case Stored::kFloat16: return load_float16(static_cast<const uint16_t*>(all.values) + index);
-        case Stored::kCodes: break;
-    }
+    if constexpr (kStored == Stored::kFloat32) return load(static_cast<const float*>(all.values) + index);
+    if constexpr (kStored == Stored::kBfloat16) return load_bfloat16(static_cast<const uint16_t*>(all.values) + index);
+    if constexpr (kStored == Stored::kFloat16) return load_float16(static_cast<const uint16_t*>(all.values) + index);
     const Float codes = load_int8(static_cast<const int8_t*>(all.values) + index);
     return times(codes, load(all.unit(panel, block) + lane));
 }
 
+OPERATION Float load_values(const BlockValues& all, int64_t panel, int64_t block, int lane) {
+    switch (all.stored) {
+        case Stored::kFloat32: return load_values<Stored::kFloat32>(all, panel, block, lane);
+        case Stored::kBfloat16: return load_values<Stored::kBfloat16>(all, panel, block, lane);
+        case Stored::kFloat16: return load_values<Stored::kFloat16>(all, panel, block, lane);
+        case Stored::kCodes: break;
+    }
+    return load_values<Stored::kCodes>(all, panel, block, lane);
+}
+
 // Numbers of columns of a row that a tile computes.
+constexpr int kParts = static_cast<int>(kColumns) / kLanes;
 template <int kPanels>
-constexpr int kVectors = kPanels * static_cast<int>(kColumns) / kLanes;
+constexpr int kVectors = kPanels * kParts;
+
+// Ask for the values of a block of a tile's panels.
+template <int kPanels>
+OPERATION void prefetch_values(const BlockValues& all, int64_t panel, int64_t block) {
+    const int64_t bytes = bytes_of(all.stored);
+    const char* values = static_cast<const char*>(all.values) + all.value_index(panel, block) * bytes;
+    UNROLL for (int s = 0; s < kPanels; ++s) prefetch(values + s * all.panel_values * bytes);
+}
 
 // kRows rows from ``row`` on times kPanels panels of 16 columns from ``panel`` on, with codes.
 template <int kBits, int kRows, int kPanels>
 OPERATION void add_up_codes(const Product& product, int64_t row, int64_t panel,
                             Float (&totals)[kRows][kVectors<kPanels>]) {
-    constexpr int kParts = static_cast<int>(kColumns) / kLanes;
     constexpr int kPartBytes = static_cast<int>(kLineBytes) / kParts;
     constexpr int kInputs = 32 / kBits;
     const Weight& weight = product.weight;
@@ -79,8 +95,14 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t panel,
     const int8_t* inputs[kRows];
     UNROLL for (int r = 0; r < kRows; ++r) inputs[r] = rounded.codes + (row + r) * rounded.stride;
     const bool prefetches = row == 0;  // For the tiles of other rows too.
+    const int64_t blocks_ahead = kLinesAhead / kPanels / block_lines;
     int64_t line = 0, ahead = kLinesAhead / kPanels * kLineBytes;
     for (int64_t block = 0; block < blocks; ++block) {
+        if (prefetches) {
+            const int64_t next = panel + (block + blocks_ahead < blocks ? 0 : kPanels - 1);
+            prefetch_values<kPanels>(weight.scales, next, block + blocks_ahead);
+            if (weight.minima.values) prefetch_values<kPanels>(weight.minima, next, block + blocks_ahead);
+        }
         Int sums[kRows][kVectors<kPanels>];
         UNROLL for (int r = 0; r < kRows; ++r) {
             const Int start = spread(kUnsigned<kBits> ? rounded.starts[rounded.index(row + r, block)] : 0);
@@ -93,7 +115,7 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t panel,
             UNROLL for (int s = 0; s < kPanels; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
                 const int v = s * kParts + p;
                 const uint8_t* values = codes[s] + line * kLineBytes + p * kPartBytes;
-                if (prefetches && p == 0) __builtin_prefetch(values + ahead, 0, kSecondCache);
+                if (prefetches && p == 0) prefetch(values + ahead);
                 const Int packed = load(values);
                 if constexpr (kBits == 4) {
                     const Int low = low_nibbles(packed), high = high_nibbles(packed);
@@ -132,59 +154,88 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t panel,
     }
 }
 
-// The scales and minima of the panels of a tile as floats, [blocks][16 * panels]: many rows use them.
+// The scales and minima of a tile's panels; and room for them as floats.
+struct TileValues {
+    BlockValues scales, minima;
+    bool are_unpacked;
+};
 constexpr int64_t kUsualBlock = 32, kMostBlocks = 512;
-struct PanelValues {
+struct UnpackedValues {
     alignas(64) float scales[kMostBlocks * kPanelsOfManyRows * kColumns];
     alignas(64) float minima[kMostBlocks * kPanelsOfManyRows * kColumns];
 };
 
 // Whether ``add_up_blocks`` can stand for ``add_up_codes``.
 inline bool has_usual_blocks(const Weight& weight) {
-    return weight.block == kUsualBlock && weight.inputs % kUsualBlock == 0 && !weight.zeros &&
-           weight.blocks() <= kMostBlocks;
+    return weight.block == kUsualBlock && weight.inputs % kUsualBlock == 0 && !weight.zeros;
 }
 
+// Write the values of a tile's panels as floats: [blocks][kPanels][16]. Returns them; many rows use them.
 template <int kPanels>
-TARGET void read_values(const Weight& weight, int64_t panel, PanelValues* values) {
-    constexpr int kParts = static_cast<int>(kColumns) / kLanes;
-    int64_t index = 0;
-    for (int64_t block = 0; block < weight.blocks(); ++block) {
-        for (int s = 0; s < kPanels; ++s) {
-            for (int p = 0; p < kParts; ++p, index += kLanes) {
-                store(values->scales + index, load_values(weight.scales, panel + s, block, p * kLanes));
-                if (!weight.minima.values) continue;
-                store(values->minima + index, load_values(weight.minima, panel + s, block, p * kLanes));
+TARGET BlockValues unpack_values(const BlockValues& all, int64_t blocks, float* floats) {
+    if (!all.values) return all;
+    const float* const first = floats;
+    for (int64_t block = 0; block < blocks; ++block) {
+        UNROLL for (int v = 0; v < kVectors<kPanels>; ++v, floats += kLanes) {
+            store(floats, load_values(all, v / kParts, block, v % kParts * kLanes));
+        }
+    }
+    return {first, nullptr, Stored::kFloat32, kColumns, kPanels * kColumns, 0, 0};
+}
+
+// Add the values of a block times a row's factor, and times the row's sums where there are some.
+template <bool kUnpacked, Stored kStored, int kRows, int kPanels, typename Sums>
+OPERATION void add_values(const BlockValues& all, int64_t block, const float* factors, const Sums& sums,
+                          Float (&totals)[kRows][kVectors<kPanels>]) {
+    const float* unpacked = static_cast<const float*>(all.values) + block * kPanels * kColumns;
+    UNROLL for (int v = 0; v < kVectors<kPanels>; ++v) {
+        const Float values = kUnpacked ? load(unpacked + v * kLanes)
+                                       : load_values<kStored>(all, v / kParts, block, v % kParts * kLanes);
+        UNROLL for (int r = 0; r < kRows; ++r) {
+            if constexpr (std::is_same_v<Sums, std::nullptr_t>) {
+                totals[r][v] = multiply_add(values, spread(factors[r]), totals[r][v]);
+            } else {
+                totals[r][v] = multiply_add(to_float(sums[r][v]), times(values, spread(factors[r])), totals[r][v]);
             }
         }
     }
 }
 
+template <bool kUnpacked, int kRows, int kPanels, typename Sums>
+OPERATION void add_values(const BlockValues& all, int64_t block, const float* factors, const Sums& sums,
+                          Float (&totals)[kRows][kVectors<kPanels>]) {
+    using S = Stored;
+    switch (kUnpacked ? S::kFloat32 : all.stored) {
+        case S::kFloat32: return add_values<kUnpacked, S::kFloat32, kRows, kPanels>(all, block, factors, sums, totals);
+        case S::kBfloat16: return add_values<false, S::kBfloat16, kRows, kPanels>(all, block, factors, sums, totals);
+        case S::kFloat16: return add_values<false, S::kFloat16, kRows, kPanels>(all, block, factors, sums, totals);
+        case S::kCodes: return add_values<false, S::kCodes, kRows, kPanels>(all, block, factors, sums, totals);
+    }
+}
+
 // As ``add_up_codes``, of blocks of 32 inputs: they are unrolled, and what a row and a block have lies side by side.
-template <int kBits, int kRows, int kPanels, bool kHasMinima>
-OPERATION void add_up_blocks(const Product& product, int64_t row, int64_t panel, const PanelValues& values,
+template <int kBits, int kRows, int kPanels, bool kUnpacked, bool kHasMinima>
+OPERATION void add_up_blocks(const Product& product, int64_t row, int64_t panel, const TileValues& values,
                              Float (&totals)[kRows][kVectors<kPanels>]) {
-    constexpr int kParts = static_cast<int>(kColumns) / kLanes, kVector = kVectors<kPanels>;
-    constexpr int kPartBytes = static_cast<int>(kLineBytes) / kParts;
+    constexpr int kVector = kVectors<kPanels>, kPartBytes = static_cast<int>(kLineBytes) / kParts;
     constexpr int kInputs = 32 / kBits, kBlockLines = kUsualBlock / kInputs;
+    // Products of few rows wait for memory; more rows wait for the processor, which takes up fewer requests at a time.
+    constexpr int kLinesAtOnce = kRows <= 2 ? 2 : 4, kBlocksAhead = kLinesAhead / kPanels / kBlockLines;
     const Rounded& rounded = product.rounded;
     const int64_t blocks = product.weight.blocks(), panel_bytes = blocks * kBlockLines * kLineBytes;
     const uint8_t* codes = static_cast<const uint8_t*>(product.weight.lines) + panel * panel_bytes;
     const int8_t* inputs[kRows];
     UNROLL for (int r = 0; r < kRows; ++r) inputs[r] = rounded.codes + (row + r) * rounded.stride;
     const float *x_scales = rounded.scales + row, *x_sums = rounded.x_sums + row;
-    const float *scales = values.scales, *minima = values.minima;
     const int32_t* starts = rounded.starts + row;
-    const int64_t stride = rounded.rows, ahead = kLinesAhead / kPanels * kLineBytes;
+    const int64_t stride = rounded.rows;
     const bool prefetches = row == 0;  // For the tiles of other rows too.
     for (int64_t block = 0; block < blocks; ++block) {
-        if (prefetches) {
-            for (int s = 0; s < kPanels; ++s) {
-                // From some line on, lines of the next panels.
-                const bool is_next = block * kBlockLines + kLinesAhead / kPanels >= blocks * kBlockLines;
-                const uint8_t* line = codes + s * panel_bytes + ahead + (is_next ? (kPanels - 1) * panel_bytes : 0);
-                UNROLL for (int i = 0; i < kBlockLines; ++i) __builtin_prefetch(line + i * kLineBytes, 0, kSecondCache);
-            }
+        const int64_t skipped = block + kBlocksAhead < blocks ? 0 : kPanels - 1;  // Behind these panels are the next.
+        const uint8_t* next = codes + kBlocksAhead * kBlockLines * kLineBytes + skipped * panel_bytes;
+        if (!kUnpacked && prefetches) {
+            prefetch_values<kPanels>(values.scales, skipped, block + kBlocksAhead);
+            if constexpr (kHasMinima) prefetch_values<kPanels>(values.minima, skipped, block + kBlocksAhead);
         }
         Int sums[kRows][kVector];
         UNROLL for (int r = 0; r < kRows; ++r) {
@@ -192,6 +243,11 @@ OPERATION void add_up_blocks(const Product& product, int64_t row, int64_t panel,
             UNROLL for (int v = 0; v < kVector; ++v) sums[r][v] = start;
         }
         UNROLL for (int line = 0; line < kBlockLines; ++line) {
+            if (prefetches && line % kLinesAtOnce == 0) {
+                UNROLL for (int s = 0; s < kPanels; ++s) {
+                    prefetch<kLinesAtOnce>(next + s * panel_bytes + line * kLineBytes);
+                }
+            }
             UNROLL for (int v = 0; v < kVector; ++v) {
                 const Int packed = load(codes + v / kParts * panel_bytes + line * kLineBytes + v % kParts * kPartBytes);
                 if constexpr (kBits == 4) {
@@ -207,29 +263,35 @@ OPERATION void add_up_blocks(const Product& product, int64_t row, int64_t panel,
                 }
             }
         }
-        UNROLL for (int v = 0; v < kVector; ++v) {
-            const Float scale = load(scales + v * kLanes);
-            UNROLL for (int r = 0; r < kRows; ++r) {
-                totals[r][v] = multiply_add(to_float(sums[r][v]), times(scale, spread(x_scales[r])), totals[r][v]);
-            }
-            if constexpr (!kHasMinima) continue;
-            const Float minimum = load(minima + v * kLanes);
-            UNROLL for (int r = 0; r < kRows; ++r) {
-                totals[r][v] = multiply_add(minimum, spread(x_sums[r]), totals[r][v]);
-            }
-        }
+        add_values<kUnpacked, kRows, kPanels>(values.scales, block, x_scales, sums, totals);
+        if constexpr (kHasMinima) add_values<kUnpacked, kRows, kPanels>(values.minima, block, x_sums, nullptr, totals);
         codes += kBlockLines * kLineBytes;
         UNROLL for (int r = 0; r < kRows; ++r) inputs[r] += kUsualBlock;
-        scales += kVector * kLanes, minima += kVector * kLanes;
         starts += stride, x_scales += stride, x_sums += stride;
     }
+}
+
+// The form of it for a weight's values.
+template <int kBits, int kRows, int kPanels>
+OPERATION void add_up_blocks(const Product& product, int64_t row, int64_t panel, const TileValues& values,
+                             Float (&totals)[kRows][kVectors<kPanels>]) {
+    const bool has_minima = values.minima.values != nullptr;
+    if constexpr (kPanels <= kPanelsOfManyRows) {
+        if (values.are_unpacked && has_minima) {
+            return add_up_blocks<kBits, kRows, kPanels, true, true>(product, row, panel, values, totals);
+        }
+        if (values.are_unpacked) {
+            return add_up_blocks<kBits, kRows, kPanels, true, false>(product, row, panel, values, totals);
+        }
+    }
+    if (has_minima) return add_up_blocks<kBits, kRows, kPanels, false, true>(product, row, panel, values, totals);
+    add_up_blocks<kBits, kRows, kPanels, false, false>(product, row, panel, values, totals);
 }
 
 // The same with numbers in float32.
 template <int kRows, int kPanels>
 OPERATION void add_up_floats(const Product& product, int64_t row, int64_t panel,
                              Float (&totals)[kRows][kVectors<kPanels>]) {
-    constexpr int kParts = static_cast<int>(kColumns) / kLanes;
     const int64_t inputs = product.weight.inputs;
     const float* lines = static_cast<const float*>(product.weight.lines) + panel * inputs * kColumns;
     const float* x[kRows];
@@ -241,7 +303,7 @@ OPERATION void add_up_floats(const Product& product, int64_t row, int64_t panel,
         Float numbers[kVectors<kPanels>];
         UNROLL for (int s = 0; s < kPanels; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
             const float* values = lines + (s * inputs + i) * kColumns + p * kLanes;
-            if (prefetches && p == 0) __builtin_prefetch(values + ahead, 0, kSecondCache);
+            if (prefetches && p == 0) prefetch(values + ahead);
             numbers[s * kParts + p] = load(values);
         }
         UNROLL for (int r = 0; r < kRows; ++r) {
@@ -256,7 +318,6 @@ OPERATION void add_up_floats(const Product& product, int64_t row, int64_t panel,
 // Write the totals of a row and a panel, with the residual added.
 OPERATION void write_out(const Product& product, int64_t row, int64_t panel,
                          const Float (&totals)[kColumns / kLanes]) {
-    constexpr int kParts = static_cast<int>(kColumns) / kLanes;
     const Output& output = output_of(product, panel);
     const int64_t first = (panel - output.first_panel) * kColumns;
     const int64_t columns = std::min(kColumns, output.columns - first);
@@ -278,16 +339,13 @@ OPERATION void write_out(const Product& product, int64_t row, int64_t panel,
 }
 
 template <int kBits, int kRows, int kPanels>
-TARGET void multiply_tile(const Product& product, int64_t row, int64_t panel, const PanelValues* values) {
-    constexpr int kParts = static_cast<int>(kColumns) / kLanes;
+TARGET void multiply_tile(const Product& product, int64_t row, int64_t panel, const TileValues* values) {
     Float totals[kRows][kVectors<kPanels>];
     UNROLL for (int r = 0; r < kRows; ++r) UNROLL for (int v = 0; v < kVectors<kPanels>; ++v) totals[r][v] = zero();
     if constexpr (kBits == 32) {
         add_up_floats<kRows, kPanels>(product, row, panel, totals);
-    } else if (values && product.weight.minima.values) {
-        add_up_blocks<kBits, kRows, kPanels, true>(product, row, panel, *values, totals);
     } else if (values) {
-        add_up_blocks<kBits, kRows, kPanels, false>(product, row, panel, *values, totals);
+        add_up_blocks<kBits, kRows, kPanels>(product, row, panel, *values, totals);
     } else {
         add_up_codes<kBits, kRows, kPanels>(product, row, panel, totals);
     }
@@ -300,7 +358,7 @@ TARGET void multiply_tile(const Product& product, int64_t row, int64_t panel, co
 
 // A tile of ``rows`` rows, at most kRows.
 template <int kBits, int kPanels, int kRows>
-TARGET void multiply_rows(const Product& product, int64_t row, int64_t rows, int64_t panel, const PanelValues* values) {
+TARGET void multiply_rows(const Product& product, int64_t row, int64_t rows, int64_t panel, const TileValues* values) {
     if (rows == kRows) {
         multiply_tile<kBits, kRows, kPanels>(product, row, panel, values);
     } else if constexpr (kRows > 1) {
@@ -312,16 +370,23 @@ TARGET void multiply_rows(const Product& product, int64_t row, int64_t rows, int
 // meanwhile. Tiles have about equally many rows, kRows at most. Returns the first panel that is left.
 template <int kBits, int kPanels, int kRows>
 TARGET int64_t multiply_panels(const Product& product, int64_t panel, int64_t end) {
-    PanelValues values;
-    const bool prepares = kBits != 32 && product.rows > 2 * kRows && has_usual_blocks(product.weight);
+    const Weight& weight = product.weight;
+    const bool is_usual = kBits != 32 && has_usual_blocks(weight);
+    const bool unpacks = is_usual && product.rows > 2 * kRows && weight.blocks() <= kMostBlocks;
+    UnpackedValues unpacked;
     for (; panel + kPanels <= end; panel += kPanels) {
+        TileValues values{weight.scales, weight.minima, unpacks};
+        values.scales.skip(panel), values.minima.skip(panel);
         if constexpr (kBits != 32 && kPanels <= kPanelsOfManyRows) {
-            if (prepares) read_values<kPanels>(product.weight, panel, &values);
+            if (unpacks) {
+                values.scales = unpack_values<kPanels>(values.scales, weight.blocks(), unpacked.scales);
+                values.minima = unpack_values<kPanels>(values.minima, weight.blocks(), unpacked.minima);
+            }
         }
         for (int64_t row = 0; row < product.rows;) {
             const int64_t left = product.rows - row, tiles = (left + kRows - 1) / kRows;
             const int64_t rows = (left + tiles - 1) / tiles;
-            multiply_rows<kBits, kPanels, kRows>(product, row, rows, panel, prepares ? &values : nullptr);
+            multiply_rows<kBits, kPanels, kRows>(product, row, rows, panel, is_usual ? &values : nullptr);
             row += rows;
         }
     }

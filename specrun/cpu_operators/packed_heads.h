@@ -124,7 +124,7 @@ INLINE void store_codes(float* y, CodePart codes, float scale) {
 // Ask for the lines that are kLinesAhead of those from ``begin`` to ``end``.
 INLINE void prefetch_heads(const void* begin, const void* end) {
     const char* line = static_cast<const char*>(begin);
-    for (; line < end; line += 64) __builtin_prefetch(line + kLinesAhead * 64, 0, kSecondCache);
+    for (; line < end; line += 64) prefetch(line + kLinesAhead * 64);
 }
 
 // Heads become floats; of codes, still mixed.

@@ -3,6 +3,10 @@
 
 #include <cstdint>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace specrun {
 
 enum class Vectors { kUnfused, kPlain, kAvx2, kAvx512 };
@@ -21,8 +25,37 @@ inline Vectors widest_vectors() {
 inline Vectors vectors = widest_vectors();
 
 // Weights and keys are asked for so many lines before they are used: processors do not read ahead beyond the end of a
-// page. Lines go to the second cache: the first one of a Zen 4 waits for fewer lines at a time.
+// page.
 constexpr int64_t kLinesAhead = 128;
-constexpr int kSecondCache = 2;  // For __builtin_prefetch.
+
+inline bool is_zen5() {
+#if defined(__x86_64__)
+    unsigned version = 0, vendor = 0, unused = 0;
+    __get_cpuid(0, &unused, &vendor, &unused, &unused);
+    __get_cpuid(1, &version, &unused, &unused, &unused);
+    constexpr unsigned kAuth = 0x68747541;  // The vendor's name begins so.
+    return vendor == kAuth && ((version >> 8) & 15) + ((version >> 20) & 255) == 26;
+#else
+    return false;
+#endif
+}
+
+// Where lines go that a pass reads once. On a Zen 5 past the larger caches, which keep what else is in them. On others to
+// the second one: the first of a Zen 4 waits for fewer lines at a time.
+inline const bool keeps_caches = is_zen5();
+
+// Ask for lines that follow each other.
+template <int kLines = 1>
+inline __attribute__((always_inline)) void prefetch(const void* first) {
+    constexpr int kFirstCacheAlone = 0, kSecondCache = 2, kBytes = 64;
+    const char* line = static_cast<const char*>(first);
+    if (keeps_caches) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kLines; ++i) __builtin_prefetch(line + i * kBytes, 0, kFirstCacheAlone);
+    } else {
+#pragma GCC unroll 8
+        for (int i = 0; i < kLines; ++i) __builtin_prefetch(line + i * kBytes, 0, kSecondCache);
+    }
+}
 
 }  // namespace specrun
