@@ -83,8 +83,8 @@ namespace avx512_vnni {
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")))
 #define OPERATION TARGET inline __attribute__((always_inline))
 constexpr int kLanes = 16, kTileRows = 6, kPanelsOfFewRows = 4, kPanelsOfManyRows = 2;
-// What a tile adds up fits into 32 registers; so do nearly twice as many rows of half as many panels.
-constexpr int kFewRowsOfFloats = 5, kTileRowsOfFloats = 9, kPanelsOfFloats = 4;
+constexpr int kFewRowsOfFloats = 6, kMoreRowsOfFloats = 9, kPanelsOfFloats = 4;
+constexpr int kManyRowsOfFloats = 6, kPanelsOfManyFloats = 4;
 template <int kBits>
 constexpr bool kUnsigned = true;
 using Int = __m512i;
@@ -147,7 +147,8 @@ bool has_float16() {
 // Vectors of 8 floats, which AVX-VNNI and AVX2 share.
 #define EIGHT_LANES                                                                                                 \
     constexpr int kLanes = 8, kTileRows = 4, kPanelsOfFewRows = 2, kPanelsOfManyRows = 1;                           \
-    constexpr int kFewRowsOfFloats = 2, kTileRowsOfFloats = 5, kPanelsOfFloats = 2;                                \
+    constexpr int kFewRowsOfFloats = 2, kMoreRowsOfFloats = 5, kPanelsOfFloats = 2;                                \
+    constexpr int kManyRowsOfFloats = 5, kPanelsOfManyFloats = 1;                                                  \
     using Int = __m256i;                                                                                            \
     using Float = __m256;                                                                                           \
     OPERATION Float zero() { return _mm256_setzero_ps(); }                                                          \

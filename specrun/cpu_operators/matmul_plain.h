@@ -2,7 +2,8 @@
 // No include guard.
 
 constexpr int kLanes = 16, kTileRows = 2, kPanelsOfFewRows = 1, kPanelsOfManyRows = 1;
-constexpr int kFewRowsOfFloats = 2, kTileRowsOfFloats = 4, kPanelsOfFloats = 2;
+constexpr int kFewRowsOfFloats = 2, kMoreRowsOfFloats = 4, kPanelsOfFloats = 2;
+constexpr int kManyRowsOfFloats = 4, kPanelsOfManyFloats = 1;
 template <int kBits>
 constexpr bool kUnsigned = true;
 struct Int {

@@ -289,29 +289,30 @@ OPERATION void add_up_blocks(const Product& product, int64_t row, int64_t panel,
 }
 
 // The same with numbers in float32.
-template <int kRows, int kPanels>
+template <int kRows, int kPanels, bool kPrefetches>
 OPERATION void add_up_floats(const Product& product, int64_t row, int64_t panel,
                              Float (&totals)[kRows][kVectors<kPanels>]) {
-    const int64_t inputs = product.weight.inputs;
-    const float* lines = static_cast<const float*>(product.weight.lines) + panel * inputs * kColumns;
+    constexpr int64_t kAhead = kLinesAhead / kPanels;
+    const int64_t inputs = product.weight.inputs, stride = inputs * kColumns;
+    const float* line = static_cast<const float*>(product.weight.lines) + panel * stride;
     const float* x[kRows];
     UNROLL for (int r = 0; r < kRows; ++r) x[r] = product.x(row + r);
-    const bool prefetches = row == 0;
-    int64_t ahead = kLinesAhead / kPanels * kColumns;
-    for (int64_t i = 0; i < inputs; ++i) {
-        if (i + kLinesAhead / kPanels == inputs) ahead += (kPanels - 1) * inputs * kColumns;
-        Float numbers[kVectors<kPanels>];
-        UNROLL for (int s = 0; s < kPanels; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
-            const float* values = lines + (s * inputs + i) * kColumns + p * kLanes;
-            if (prefetches && p == 0) prefetch(values + ahead);
-            numbers[s * kParts + p] = load(values);
-        }
-        UNROLL for (int r = 0; r < kRows; ++r) {
-            const Float factor = spread(x[r][i]);
-            UNROLL for (int v = 0; v < kVectors<kPanels>; ++v) {
-                totals[r][v] = multiply_add(numbers[v], factor, totals[r][v]);
+    int64_t i = 0, ahead = kAhead * kColumns;
+    for (const int64_t end : {std::max<int64_t>(0, inputs - kAhead), inputs}) {
+        for (; i < end; ++i, line += kColumns) {
+            Float numbers[kVectors<kPanels>];
+            UNROLL for (int s = 0; s < kPanels; ++s) {
+                if constexpr (kPrefetches) prefetch(line + s * stride + ahead);
+                UNROLL for (int p = 0; p < kParts; ++p) numbers[s * kParts + p] = load(line + s * stride + p * kLanes);
+            }
+            UNROLL for (int r = 0; r < kRows; ++r) {
+                const Float factor = spread(x[r][i]);
+                UNROLL for (int v = 0; v < kVectors<kPanels>; ++v) {
+                    totals[r][v] = multiply_add(numbers[v], factor, totals[r][v]);
+                }
             }
         }
+        ahead += (kPanels - 1) * stride;  // From here on, lines of the next panels.
     }
 }
 
@@ -343,7 +344,11 @@ TARGET void multiply_tile(const Product& product, int64_t row, int64_t panel, co
     Float totals[kRows][kVectors<kPanels>];
     UNROLL for (int r = 0; r < kRows; ++r) UNROLL for (int v = 0; v < kVectors<kPanels>; ++v) totals[r][v] = zero();
     if constexpr (kBits == 32) {
-        add_up_floats<kRows, kPanels>(product, row, panel, totals);
+        if (row == 0) {  // For the tiles of other rows too.
+            add_up_floats<kRows, kPanels, true>(product, row, panel, totals);
+        } else {
+            add_up_floats<kRows, kPanels, false>(product, row, panel, totals);
+        }
     } else if (values) {
         add_up_blocks<kBits, kRows, kPanels>(product, row, panel, *values, totals);
     } else {
@@ -406,13 +411,17 @@ TARGET void multiply_codes(const Product& product, int64_t panel, int64_t end) {
     }
 }
 
-// More rows have tiles of fewer panels, so that fewer tiles read a weight.
+// What a tile adds up fits into the registers.
 TARGET void multiply_floats(const Product& product, int64_t panel, int64_t end) {
+    constexpr int kHalf = kPanelsOfFloats / 2;
     if (product.rows <= kFewRowsOfFloats) {
         panel = multiply_panels<32, kPanelsOfFloats, kFewRowsOfFloats>(product, panel, end);
+    } else if (product.rows <= kMoreRowsOfFloats) {
+        panel = multiply_panels<32, kHalf, kMoreRowsOfFloats>(product, panel, end);
     }
-    panel = multiply_panels<32, kPanelsOfFloats / 2, kTileRowsOfFloats>(product, panel, end);
-    multiply_panels<32, 1, kTileRowsOfFloats>(product, panel, end);
+    panel = multiply_panels<32, kPanelsOfManyFloats, kManyRowsOfFloats>(product, panel, end);
+    panel = multiply_panels<32, kHalf, kManyRowsOfFloats>(product, panel, end);
+    multiply_panels<32, 1, kManyRowsOfFloats>(product, panel, end);
 }
 
 // Panels of an item of work.
