@@ -46,7 +46,7 @@ def milliseconds(bound: Pass) -> float:
 
 @click.command()
 @click.argument("engines", type=click.Path(exists=True, path_type=Path), nargs=-1, required=True)
-@click.option("--build", "builds", type=click.Path(exists=True, path_type=Path), multiple=True, required=True)
+@click.option("--build", "builds", type=click.Path(path_type=Path), multiple=True, required=True)
 @click.option("--tokens", "widths", type=int, multiple=True, default=(1, 2, 3, 5, 9, 12), show_default=True)
 @click.option("--turns", type=click.IntRange(1), default=15, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
