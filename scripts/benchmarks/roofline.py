@@ -27,6 +27,7 @@ import onnx_ir as ir
 from specbuild.compilers.cpu.fused_layers import split_layers
 from specbuild.graph.ops import to_bytes
 from specrun import cpu_operators
+from specrun.backends import Backend
 from specrun.backends.ort import OrtBackend
 from specrun.backends.ort_session import session_options
 from specrun.cpu_operators import DOMAIN
@@ -98,30 +99,29 @@ def split_engine(directory: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def seconds_of(engine: Path, others: Sequence[Path], widths: Sequence[int]) -> dict[int, list[list[float]]]:
-    """Seconds of passes of one row by width: medians of turns, of an engine and of others with its config.json."""
-    with ExitStack() as stack:
-        backends = []
-        for directory in (engine, *others):
-            backend = stack.enter_context(closing(OrtBackend(directory, open_engine(engine), 1)))
-            backend.resize(1, 2 * POSITIONS, 0)
-            for tensor in backend.cache.part(0, 1):
-                tensor[...] = 0
-            backends.append(backend)
-        seconds: dict[int, list[list[float]]] = {}
-        for width in widths:
-            steps = [backend.bind(0, 1, width, width) for backend in backends]
-            for step in steps:
-                step.input_ids[...] = np.arange(width) + 3
-                step.write_indices[...] = POSITIONS
-                step.logits_indices[...] = np.arange(width)
-            seconds[width] = [[] for _ in steps]
-            for turn in range(TURNS):
-                for index in range(len(steps))[:: -1 if turn % 2 else 1]:
-                    steps[index].run()
-                    passes = [fastest(steps[index].run, 1) for _ in range(PASSES)]
-                    seconds[width][index].append(statistics.median(passes))
-        return seconds
+def seconds_of(backends: Sequence[Backend], widths: Sequence[int]) -> dict[int, list[list[float]]]:
+    """Seconds of passes of one row by width: medians of turns, of each backend. All must give the same logits."""
+    for backend in backends:
+        backend.resize(1, 2 * POSITIONS, 0)
+        for tensor in backend.cache.part(0, 1):
+            tensor[...] = 0
+    seconds: dict[int, list[list[float]]] = {}
+    for width in widths:
+        steps = [backend.bind(0, 1, width, width) for backend in backends]
+        for step in steps:
+            step.input_ids[...] = np.arange(width) + 3
+            step.write_indices[...] = POSITIONS
+            step.logits_indices[...] = np.arange(width)
+            step.run()
+        if len({step.logits.tobytes() for step in steps}) > 1:
+            raise click.ClickException(f"logits of {width} tokens differ")
+        seconds[width] = [[] for _ in steps]
+        for turn in range(TURNS):
+            for index in range(len(steps))[:: -1 if turn % 2 else 1]:
+                steps[index].run()
+                passes = [fastest(steps[index].run, 1) for _ in range(PASSES)]
+                seconds[width][index].append(statistics.median(passes))
+    return seconds
 
 
 @click.command()
@@ -136,8 +136,9 @@ def main(engines: tuple[Path, ...], widths: tuple[int, ...], json_file: Path | N
         split_layers(model.graph)
         work = work_of(model.graph)
         read, product = read_speed(), product_speed(model.graph)
-        with split_engine(directory) as split:
-            turns = seconds_of(directory, [split], widths)
+        with split_engine(directory) as split, ExitStack() as stack:
+            opened = [OrtBackend(path, open_engine(directory), 1) for path in (directory, split)]
+            turns = seconds_of([stack.enter_context(closing(backend)) for backend in opened], widths)
         read = statistics.median([read, read_speed(), read_speed()])
         click.echo(
             f"{directory.name}: {work.weight_bytes / 1e6:.0f} MB, {work.products / 1e6:.0f} million products "

@@ -40,18 +40,18 @@ inline bool is_zen5() {
 #endif
 }
 
-// Where lines go that a pass reads once. On a Zen 5 past the larger caches, which keep what else is in them. On others to
-// the second one: the first of a Zen 4 waits for fewer lines at a time.
-inline const bool keeps_caches = is_zen5();
+// Whether prefetches are non-temporal: lines that a pass reads once go past the larger caches, which keep what else is
+// in them. On other processors lines go to the second cache: the first one of a Zen 4 waits for fewer at a time.
+inline const bool is_non_temporal = is_zen5();
 
 // Ask for lines that follow each other.
 template <int kLines = 1>
 inline __attribute__((always_inline)) void prefetch(const void* first) {
-    constexpr int kFirstCacheAlone = 0, kSecondCache = 2, kBytes = 64;
+    constexpr int kNonTemporal = 0, kSecondCache = 2, kBytes = 64;
     const char* line = static_cast<const char*>(first);
-    if (keeps_caches) {
+    if (is_non_temporal) {
 #pragma GCC unroll 8
-        for (int i = 0; i < kLines; ++i) __builtin_prefetch(line + i * kBytes, 0, kFirstCacheAlone);
+        for (int i = 0; i < kLines; ++i) __builtin_prefetch(line + i * kBytes, 0, kNonTemporal);
     } else {
 #pragma GCC unroll 8
         for (int i = 0; i < kLines; ++i) __builtin_prefetch(line + i * kBytes, 0, kSecondCache);
