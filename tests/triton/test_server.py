@@ -55,7 +55,9 @@ class Server:
 
     def whole(self, model: str, **inputs: Any) -> dict[str, Any]:
         """The one response to a request over gRPC."""
-        ((answer,),) = self.ask([{"model": model, "inputs": inputs}])[0]["responses"]
+        (found,) = self.ask([{"model": model, "inputs": inputs}])
+        assert not found["errors"], found["errors"]
+        ((answer,),) = found["responses"]
         assert isinstance(answer, dict)
         return answer
 
@@ -370,7 +372,7 @@ def test_a_model_that_is_unloaded_lets_its_answers_end(server: Server) -> None:
 
 
 def test_the_probe_sees_what_the_servers_own_health_does_not(server: Server) -> None:
-    """The last test: afterwards the target has no process."""
+    """The server ends with this test: its target has no process, and a worker of xdist may run other tests behind."""
     assert server.is_well("speculative") and server.is_well("target")
     assert not server.is_well("nobody")
     children = psutil.Process(server.process.pid).children(recursive=True)
@@ -381,3 +383,4 @@ def test_the_probe_sees_what_the_servers_own_health_does_not(server: Server) -> 
     assert not server.is_well("target")
     assert server.client.get(f"{server.http}/v2/models/target/ready").status_code == 200, "Triton has learnt it: say so"
     assert server.is_well("speculative")
+    stop(server.process)
