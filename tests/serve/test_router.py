@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +77,14 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(engines: Path, machines: list[Machine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with running(engines, machines, tmp_path_factory.mktemp("router") / "log") as fleet:
+        yield fleet
+
+
+@contextmanager
+def running(engines: Path, machines: list[Machine], written: Path) -> Iterator[Fleet]:
     python = environment_with("router", "sglang-router==0.3.2") / "python"
-    with ExitStack() as stack, (tmp_path_factory.mktemp("router") / "log").open("wb") as log:
+    with ExitStack() as stack, written.open("wb") as log:
         servers = [
             stack.enter_context(serving(engines, "--host", machine.host, within=machine.within)) for machine in machines
         ]
@@ -148,11 +154,14 @@ def test_a_machine_whose_cable_is_cut_is_left_out_until_it_is_back(fleet: Fleet,
     fleet.wait_for_health(machines[1], True)
 
 
-def test_a_server_that_is_killed_takes_only_its_own_requests_along(fleet: Fleet) -> None:
-    """The last test, because one server is gone. The one that had been cut off answers all."""
-    process = fleet.servers[0].process
-    process.send_signal(signal.SIGKILL)
-    process.wait(10)
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda number: fleet.complete(f"{number} after the end"), range(16)))
-    assert all(answer.status_code == 200 for answer in answers), [answer.status_code for answer in answers]
+def test_a_server_that_is_killed_takes_only_its_own_requests_along(
+    engines: Path, machines: list[Machine], tmp_path: Path
+) -> None:
+    """A fleet of its own, because one server is gone afterwards."""
+    with running(engines, machines, tmp_path / "log") as fleet:
+        process = fleet.servers[0].process
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda number: fleet.complete(f"{number} after the end"), range(16)))
+        assert all(answer.status_code == 200 for answer in answers), [answer.status_code for answer in answers]
