@@ -266,7 +266,7 @@ def test_examples(
     server: Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    python: dict[str, dict[str, Any]],
+    ran: dict[Path, tuple[set[int], dict[str, Any]]],
 ) -> None:
     lay_out(made, tmp_path, section)
     monkeypatch.chdir(tmp_path)
@@ -274,8 +274,7 @@ def test_examples(
         if exception_of(NOT_RUN, example.text):
             continue
         if example.language == "python" and page.name not in ("README.md", "python.md"):
-            code = example.text.replace("http://127.0.0.1:8000", server.url)
-            exec(compile("\n" * example.line + code, str(page), "exec"), python.setdefault(page.name, {}))
+            run_python(page, example.line, server.url, *ran[page])
         elif example.language == "bash" and exception_of(PARSED, example.text):
             parse(example.text.replace(".venv/bin/", ""))
         elif example.language == "bash":
@@ -284,9 +283,18 @@ def test_examples(
 
 
 @pytest.fixture(scope="module")
-def python() -> dict[str, dict[str, Any]]:
-    """Names that the Python of each page has defined so far."""
-    return {}
+def ran() -> dict[Path, tuple[set[int], dict[str, Any]]]:
+    """The lines of each page whose Python has run in this process, and the names that it has defined."""
+    return {page: (set(), {}) for page in PAGES}
+
+
+def run_python(page: Path, last: int, server: str, lines: set[int], names: dict[str, Any]) -> None:
+    """Run the page's Python up to line ``last``. Sections before may have run in another process, or come later."""
+    for example in (example for section in sections(page) for example in section.examples if example.line <= last):
+        if example.language == "python" and example.line not in lines and not exception_of(NOT_RUN, example.text):
+            code = example.text.replace("http://127.0.0.1:8000", server)
+            exec(compile("\n" * example.line + code, str(page), "exec"), names)
+            lines.add(example.line)
 
 
 def test_every_exception_is_one() -> None:

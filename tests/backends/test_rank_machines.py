@@ -5,6 +5,7 @@ What starts processes there is MPICH's launcher, as over ssh; a script stands fo
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from tests.helpers.ranks import make_checkpoint
 
 pytestmark = pytest.mark.slow("ranks that have their caches themselves: backends/test_cpu_ranks.py")
 
+NUMBERS = itertools.count(3)
+"""Each test has a machine of its own: connections to one whose cable was cut stay in the kernel for a while."""
 PROMPTS = [[5, 6, 7, 8], [9, 1, 2], [*range(30, 70)]]
 SSH = """#!/bin/sh
 while [ "$1" != {host} ]; do shift; done
@@ -40,7 +43,7 @@ def engine(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """The other one, and ``ssh`` to it."""
-    made = Machine(3)
+    made = Machine(next(NUMBERS))
     try:
         try:
             made.make()

@@ -147,8 +147,11 @@ def test_errors_have_anthropics_shape(server: Server, field: str, value: Any, sa
     assert told["error"]["type"] in ("invalid_request_error", "not_found_error")
 
 
-def test_the_clients_key_is_taken(opened: SpeculativeDecoder) -> None:
-    with running(opened, keys=(ApiKey(b"secret"),)) as server:
+def test_the_clients_key_is_taken(long_pair: Path, tmp_path: Path) -> None:
+    with (
+        open_thinking_pair(long_pair, tmp_path, QWEN + TURN) as decoder,
+        running(decoder, keys=(ApiKey(b"secret"),)) as server,
+    ):
         for key, status in (("secret", 200), ("other", 401)):
             answer = server.post("/v1/messages", {**ASK, **GREEDY}, headers={"x-api-key": key})
             assert answer.status_code == status
