@@ -22,7 +22,7 @@ from specrun.drafters.markov import Markov
 from specrun.errors import SpecError
 from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request
-from specrun.runners.cached_texts import HostTexts
+from specrun.runners.cached_texts import DraftTexts
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import Floats
 
@@ -52,9 +52,9 @@ class ParallelDrafter(HeadDrafter):
         """[B, g or more, V]: the logits of this round's draft tokens."""
 
     @override
-    def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> HostTexts:
+    def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> DraftTexts:
         first_step_len = runner.backend.config.graph.reread_len(max_draft_len)
-        return HostTexts(runner, max_draft_len, first_step_len, keeps_to_target=True)
+        return DraftTexts(runner, max_draft_len, self._use_logits, first_step_len, keeps_to_target=True)
 
     @override
     def ends_drafts(self, requests: Sequence[Request]) -> bool:

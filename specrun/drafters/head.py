@@ -17,7 +17,7 @@ from specrun.drafters.model import ModelDrafter
 from specrun.errors import SpecError
 from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request
-from specrun.runners.cached_texts import HostTexts
+from specrun.runners.cached_texts import DraftTexts
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import Floats
 
@@ -26,8 +26,8 @@ class HeadDrafter(ModelDrafter):
     """It reads a round's tokens again once the target's features of them are known."""
 
     @override
-    def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> HostTexts:
-        return HostTexts(runner, max_draft_len, max_draft_len + 1, keeps_to_target=True)
+    def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> DraftTexts:
+        return DraftTexts(runner, max_draft_len, self._use_logits, max_draft_len + 1, keeps_to_target=True)
 
     @override
     def _num_valid(self, request: Request, outcome: Outcome | SpecError) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 
@@ -11,11 +12,10 @@ from typing_extensions import override
 from specrun.drafters import Drafter, Proposal
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.early_stop import EarlyStop
-from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import RequestError, SpecError, as_spec_error
 from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request, num_accepted
-from specrun.runners.cached_texts import HostTexts
+from specrun.runners.cached_texts import DraftTexts
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.acceptance import deterministic
 from specrun.sampling.sampler import (
@@ -41,23 +41,23 @@ class ModelDrafter(Drafter):
         draft's own probabilities; 0: never. None: a round's plan says where it ends (``EarlyStop``).
         """
         self.runner = runner
-        self.texts: HostTexts = self._texts_of(runner, max_draft_len)
+        self._use_logits = use_logits
+        self.texts: DraftTexts = self._texts_of(runner, max_draft_len)
         self._confidence = confidence
         self._early_stop = EarlyStop()
         self._proposals: Sequence[Proposal] = ()
         """The proposals of this round."""
         self._vocab_size = vocab_size
-        self._use_logits = use_logits
 
     @override
     def propose(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> list[Proposal]:
         """Steps after a prompt, a rejection or full acceptance are all the same."""
         proposals = self._proposals = list(map(Proposal.begin, forced))
+        plan = plan._replace(lens=[*map(self._most_tokens, requests, itertools.count(), plan.lens)])
         for row, request in enumerate(requests):
             self.runner.rows.rewind(row, len(self.texts.ids(request)) - 1)  # The last token's logits start the round.
         self._early_stop.begin(plan if self._confidence is None else DraftPlan(plan.lens))
-        rows = enumerate(zip(requests, plan.lens, forced, strict=True))
-        growing = [row for row, (request, count, begun) in rows if len(begun) < count and not request.draft_error]
+        growing = [row for row, begun in enumerate(forced) if len(begun) < plan.lens[row]]
         for step in range(plan.draft_len):
             if not growing or self._early_stop.ends_before(step, growing):
                 break
@@ -79,17 +79,21 @@ class ModelDrafter(Drafter):
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
         return all(self._ends_draft(request) for request in requests)
 
-    def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> HostTexts:
+    def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> DraftTexts:
         """The cache of the model."""
-        return HostTexts(runner, max_draft_len, FIRST_DRAFT_STEP_LEN)
+        return DraftTexts(runner, max_draft_len, self._use_logits)
 
     def _num_valid(self, request: Request, outcome: Outcome | SpecError) -> int:
         """Positions of a row that are right behind a round, before its tokens are committed."""
         return len(request.tokens) + num_accepted(outcome)
 
+    def _most_tokens(self, request: Request, row: int, count: int) -> int:
+        """Draft tokens of a row for which ``count`` are planned."""
+        return 0 if request.draft_error or self.texts.begins_later(request, row) else count
+
     def _read(self, requests: Sequence[Request], plan: DraftPlan, forced: RowIds) -> Floats:
         """Feed what the cache lacks of texts and forced tokens. Returns the logits behind them, [B, 1 or more, V]."""
-        return self.runner.forward([self.texts.ids(request) for request in requests], [1] * len(requests), forced)
+        return self.runner.forward(*self.texts.inputs(requests, forced, plan.lens))
 
     def _extend(self, growing: Collection[int]) -> Floats:
         """Feed the last token of each row in ``growing``. Returns the logits behind these, [B, 1 or more, V]."""

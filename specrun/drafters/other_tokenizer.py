@@ -19,7 +19,7 @@ from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import BackendError, SpecError
 from specrun.kv_cache.rows import RowIds
 from specrun.request.request import Outcome, Request, num_accepted
-from specrun.runners.cached_texts import HostTexts
+from specrun.runners.cached_texts import DraftTexts
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import Floats
 from specrun.text.retokenizer import TranslatedText, Translator
@@ -29,11 +29,11 @@ _GROWTH = 256
 """Positions by which rows grow where a text has more of the draft's tokens than were expected."""
 
 
-class TranslatedTexts(HostTexts):
+class TranslatedTexts(DraftTexts):
     """The cache of a row holds the first ids of its text, as ``TranslatedText`` has them."""
 
-    def __init__(self, runner: ModelRunner, max_draft_len: int) -> None:
-        super().__init__(runner, max_draft_len, FIRST_DRAFT_STEP_LEN)
+    def __init__(self, runner: ModelRunner, max_draft_len: int, use_logits: bool) -> None:
+        super().__init__(runner, max_draft_len, use_logits)
         self.limit = runner.backend.config.build_config.max_seq_len
         self.translated: WeakKeyDictionary[Request, TranslatedText] = WeakKeyDictionary()
 
@@ -110,7 +110,7 @@ class TranslatedDrafter(ModelDrafter):
 
     @override
     def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> TranslatedTexts:
-        return TranslatedTexts(runner, max_draft_len)
+        return TranslatedTexts(runner, max_draft_len, self._use_logits)
 
     @override
     def _num_valid(self, request: Request, outcome: Outcome | SpecError) -> int:

@@ -145,8 +145,11 @@ class CacheRows:
 
     def num_uncached(self, token_ids: RowIds, first: int) -> list[int]:
         """How many tokens of each text the cache lacks. token_ids: the texts of the rows from ``first`` on."""
-        lengths = self.lengths[first : first + len(token_ids)]
-        return [max(0, len(tokens) - length) for tokens, length in zip(token_ids, lengths, strict=True)]
+        return [self.lacks(row, len(tokens)) for row, tokens in enumerate(token_ids, first)]
+
+    def lacks(self, row: int, length: int) -> int:
+        """How many tokens of a text of ``length`` the cache lacks in ``row``."""
+        return max(0, length - self.lengths[row])
 
 
 class NoCacheRows(CacheRows):
@@ -171,8 +174,8 @@ class NoCacheRows(CacheRows):
         self.lengths[row] = length
 
     @override
-    def num_uncached(self, token_ids: RowIds, first: int) -> list[int]:
-        return [0] * len(token_ids)
+    def lacks(self, row: int, length: int) -> int:
+        return 0
 
 
 class RecurrentRows(CacheRows):

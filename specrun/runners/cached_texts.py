@@ -7,10 +7,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from typing_extensions import override
 
+from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.kv_cache.kept_states import is_worth_keeping
-from specrun.kv_cache.rows import CacheRows, RecurrentRows
+from specrun.kv_cache.rows import CacheRows, RecurrentRows, RowIds
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
+
+LONG_PROMPT = 256
+"""A draft that lacks more tokens of a text reads them between rounds."""
 
 
 class Runner(Protocol):
@@ -63,12 +67,16 @@ class CachedTexts(Generic[AnyRunner]):
 
     def tokens_to_prefill(self, requests: Sequence[Request], first: int) -> list[int]:
         """How many tokens of each prompt are still to be prefilled, in the rows from ``first`` on."""
-        return self.runner.rows.num_uncached([self.ids(request)[:-1] for request in requests], first)
+        return self.runner.rows.num_uncached(self._prompts(requests, first), first)
 
     def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
         """Prefill at most ``max_tokens`` more tokens of each prompt."""
-        self.runner.prefill([self.ids(request)[:-1] for request in requests], first, max_tokens)
+        self.runner.prefill(self._prompts(requests, first), first, max_tokens)
         self._keep_states(requests, first)
+
+    def lacks_prompt(self, request: Request, row: int) -> bool:
+        """Whether a draft has so much of a text to read that it does so between rounds."""
+        return False
 
     def num_uncached_draft(self, requests: Sequence[Request]) -> int:
         """The most tokens that a row must read before the first draft step, which feeds the last ones itself."""
@@ -95,6 +103,10 @@ class CachedTexts(Generic[AnyRunner]):
         else:
             self.runner.rows.cache.clear(row)  # Values that are not finite would spread to the row's next text.
         self.runner.rows.rewind(row, 0)
+
+    def _prompts(self, requests: Sequence[Request], first: int) -> list[Sequence[int]]:
+        """What of each text is to be prefilled, in the rows from ``first`` on."""
+        return [self.ids(request)[:-1] for request in requests]
 
     def _keep_states(self, requests: Sequence[Request], first: int) -> None:
         """Keep the states of recurrent layers, behind parts of prompts, from which other prompts may go on."""
@@ -133,3 +145,46 @@ class HostTexts(CachedTexts[ModelRunner]):
     def row_length(self, requests: Sequence[Request]) -> int:
         """Positions of a row that the longest of ``requests`` may need, drafts included."""
         return max(len(request.tokens) + request.remaining for request in requests) + self.max_draft_len + 1
+
+
+class DraftTexts(HostTexts):
+    """Texts in a draft model's cache. A long prompt is read behind the text's first token, which waits for no draft."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        max_draft_len: int,
+        use_logits: bool,
+        first_step_len: int = FIRST_DRAFT_STEP_LEN,
+        keeps_to_target: bool = False,
+    ) -> None:
+        """use_logits: as for ``Round``."""
+        super().__init__(runner, max_draft_len, first_step_len, keeps_to_target)
+        self.use_logits = use_logits
+
+    @override
+    def lacks_prompt(self, request: Request, row: int) -> bool:
+        """A head reads prompts with its target."""
+        return not self.keeps_to_target and self.runner.rows.lacks(row, len(self.ids(request)) - 1) > LONG_PROMPT
+
+    def begins_later(self, request: Request, row: int) -> bool:
+        """Whether nothing is drafted yet. With acceptance by logits, texts would depend on what is cached of others."""
+        if request.token_outputs or not self.lacks_prompt(request, row):
+            return False
+        return not request.accepts_by_logits(self.use_logits)
+
+    def inputs(
+        self, requests: Sequence[Request], forced: RowIds, draft_lens: Sequence[int]
+    ) -> tuple[RowIds, Sequence[int], RowIds]:
+        """What ``ModelRunner.forward`` reads before a draft. A row without draft tokens reads no long prompt."""
+        texts, num_logits, behind = list(map(self.ids, requests)), [1] * len(requests), list(forced)
+        for row, (request, draft_len) in enumerate(zip(requests, draft_lens, strict=True)):
+            if not draft_len and self.lacks_prompt(request, row):
+                texts[row], num_logits[row], behind[row] = texts[row][: self.runner.rows.lengths[row]], 0, ()
+        return texts, num_logits, behind
+
+    @override
+    def _prompts(self, requests: Sequence[Request], first: int) -> list[Sequence[int]]:
+        lengths = self.runner.rows.lengths
+        prompts = enumerate(zip(requests, super()._prompts(requests, first), strict=True), first)
+        return [ids[: lengths[row]] if self.begins_later(request, row) else ids for row, (request, ids) in prompts]

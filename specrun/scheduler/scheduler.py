@@ -311,12 +311,19 @@ class Scheduler:
         if any(request.finish_reason for request in joining):
             self._release()
 
+    def _waits_for_draft(self, row: int) -> bool:
+        """Whether the draft is to read a long part of a text that has begun, before it drafts for it."""
+        request = self._rows[row]
+        if not (self.lengths.drafting and request.token_outputs and self.round.draft_lacks_prompt(request, row)):
+            return False
+        return request.num_draft_tokens(self.round.max_draft_len) > 0
+
     def _set_aside(self) -> None:
-        """Requests that wait for something else than engines leave the round to the others, until the next step."""
+        """Requests that wait for a mask, or for a draft that reads, leave the round to others until the next step."""
         if self.round.next_is_queued:
             return
         for row in reversed(range(self._ready)):
-            if self.round.waits_for(self._rows[row]):
+            if self.round.waits_for(self._rows[row]) or self._waits_for_draft(row):
                 self._ready -= 1
                 self._swap(row, self._ready)
         if not self._ready and self._rows:

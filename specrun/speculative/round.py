@@ -181,6 +181,10 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
         """Whether the next round reads what the target lacks of these prompts, at most ``max_tokens`` of each."""
         return False
 
+    def draft_lacks_prompt(self, request: Request, row: int) -> bool:
+        """Whether the draft has so much of the request's text to read that it does so between rounds."""
+        return self._draft_texts is not None and self._draft_texts.lacks_prompt(request, row)
+
     def waits_for(self, request: Request) -> Future[Any] | None:
         """What ``request`` waits for before it can be in a round, while other requests go on; None: nothing."""
         return None
