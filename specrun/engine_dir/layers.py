@@ -23,10 +23,9 @@ TILE = 16
 Bits = Literal[16, 8, 4]
 STEPS: dict[int, int] = {16: 1, 8: 2, 4: 4}
 """Tiles of which a lane reads 16 bytes at once, by the bits of a number."""
-GROUP = 32
-"""Columns whose codes share a scale."""
 ALIGNMENT = 256
 """Bytes; a tensor begins at a multiple of it."""
+Group = Literal[16, 32]
 Activation = Literal["silu", "gelu_tanh"]
 """Activations, as decoder.cu numbers them."""
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -78,6 +77,10 @@ class Linear(Strict):
     inputs: Size
     outputs: Size
     bits: Bits = 16
+    has_floats: bool = False
+    """Whether codes are float8 (e4m3) or float4 (e2m1), not integers."""
+    group: Group = 32
+    """Columns whose codes share a scale."""
     scales: str | None = None
     """Name of the scales of codes, float16 [outputs / 16, steps, 16 * groups of a step]."""
     units: str | None = None
@@ -187,7 +190,7 @@ class Decoder(Strict):
         else:
             self._require(linear.weight, (rows, steps, 2 * TILE * TILE), "uint8")
             for name in (linear.scales, linear.offsets) if linear.offsets else (linear.scales,):
-                self._require(str(name), (rows, steps, TILE * step // GROUP), "uint16")
+                self._require(str(name), (rows, steps, TILE * step // linear.group), "uint16")
             self._require(str(linear.units), (rows * TILE,))
         if linear.bias:
             self._require(linear.bias, (outputs,))

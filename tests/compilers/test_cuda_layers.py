@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -18,6 +19,9 @@ from specrun.engine_dir.layers import STEPS, Decoder
 from specrun.errors import BackendError, BuildError
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
+
+FLOAT4 = [sign * size for sign in (1, -1) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
+"""The numbers of e2m1, by code."""
 
 
 def build(root: Path, family: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
@@ -67,15 +71,11 @@ def test_numbers_of_other_kinds_are_told_how_to_convert(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="convert with --dtype bfloat16 or float16"):
         build(tmp_path / "float32", "llama3", torch.float32)
     with pytest.raises(BuildError, match="no caches in few bits yet"):
-        build(tmp_path / "int4", "llama3", kv_cache_dtype="int8", texts=TextOptions(size=2, length=16))
-    with pytest.raises(BuildError, match="groups of 16, which are no multiple of 32"):
-        build(tmp_path / "groups", "llama3", qformat="int4", group_size=16)
-    with pytest.raises(BuildError, match="weights in float8"):
-        build(tmp_path / "float8", "llama3", qformat="fp8_wo")
+        build(tmp_path / "cache", "llama3", kv_cache_dtype="int8", texts=TextOptions(size=2, length=16))
     with pytest.raises(BackendError, match="--tp_size: only engines for CPUs and those of TensorRT"):
-        make_engine(tmp_path / "int4" / "onnx", tmp_path / "ranks", backend="cuda", tp_size=2)
+        make_engine(tmp_path / "cache" / "onnx", tmp_path / "ranks", backend="cuda", tp_size=2)
     with pytest.raises(BackendError, match="an engine of cuda has no profiles"):
-        make_engine(tmp_path / "int4" / "onnx", tmp_path / "profiles", backend="cuda", multiple_profiles=True)
+        make_engine(tmp_path / "cache" / "onnx", tmp_path / "profiles", backend="cuda", multiple_profiles=True)
 
 
 def numbers_of(engine: Path, name: str) -> npt.NDArray[np.float32]:
@@ -100,10 +100,14 @@ def numbers_of(engine: Path, name: str) -> npt.NDArray[np.float32]:
             found[n, k] = (np.uint32(bits) << np.uint32(16)).view(np.float32)
             continue
         if linear.bits == 8:
-            code = int(stored(linear.weight, np.int8)[at * 16 + tile * 8 + 2 * register + k % 2])
+            kind = ml_dtypes.float8_e4m3fn if linear.has_floats else np.int8
+            code = float(stored(linear.weight, kind)[at * 16 + tile * 8 + 2 * register + k % 2])
         else:
-            code = (int(stored(linear.weight, np.uint32)[at * 4 + tile]) >> (4 * register + 16 * (k % 2)) & 15) - 8
-        group = (step * 8 + n % 8) * tiles + half * (tiles // 2) + tile // 2
+            nibble = int(stored(linear.weight, np.uint32)[at * 4 + tile]) >> (4 * register + 16 * (k % 2)) & 15
+            code = FLOAT4[nibble] if linear.has_floats else nibble - 8
+        of_scale = linear.group // 16
+        groups = tiles // of_scale
+        group = ((step * 8 + n % 8) * 2 + half) * groups + tile // of_scale
         offset = stored(linear.offsets, np.float16)[group] if linear.offsets else 0
         found[n, k] = stored(linear.units, np.float32)[n] * (
             np.float32(stored(linear.scales, np.float16)[group]) * code + np.float32(offset)
@@ -111,17 +115,28 @@ def numbers_of(engine: Path, name: str) -> npt.NDArray[np.float32]:
     return found[:, : linear.inputs]
 
 
-@pytest.mark.parametrize("qformat", ["auto", "int8", "int4", "int4_sym"])
-def test_a_lane_finds_its_numbers_side_by_side(tmp_path: Path, qformat: str) -> None:
+@pytest.mark.parametrize(
+    ("qformat", "group_size", "worst"),
+    [
+        ("auto", None, 0.0),
+        ("int8", None, 0.01),
+        ("int4", None, 0.15),
+        ("int4", 16, 0.13),
+        ("int4_sym", None, 0.2),
+        ("fp8_wo", None, 0.03),
+        ("nvfp4_wo", None, 0.13),
+    ],
+)
+def test_a_lane_finds_its_numbers_side_by_side(
+    tmp_path: Path, qformat: str, group_size: int | None, worst: float
+) -> None:
     """Those of the checkpoint, whose widths are no multiple of what a lane reads at once."""
     hf = save_checkpoint(tmp_path / "hf", "llama3", dtype=torch.bfloat16, intermediate_size=96)
-    engine = make_engine(
-        make_onnx(hf, tmp_path / "onnx", verify=False, qformat=qformat), tmp_path / "engine", backend="cuda"
-    )
+    onnx = make_onnx(hf, tmp_path / "onnx", verify=False, qformat=qformat, group_size=group_size)
+    engine = make_engine(onnx, tmp_path / "engine", backend="cuda")
     with safetensors.safe_open(hf / "model.safetensors", "pt") as file:
         expected = file.get_tensor("model.layers.0.mlp.down_proj.weight").float().numpy()
     found = numbers_of(engine, "down")
-    worst = {"auto": 0.0, "int8": 0.01, "int4": 0.15, "int4_sym": 0.2}[qformat]
     assert np.linalg.norm(found - expected) <= worst * np.linalg.norm(expected)
 
 

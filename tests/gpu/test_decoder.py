@@ -10,8 +10,8 @@ from specrun.devices.cuda import compile_kernels
 from specrun.gpu.decoder.kernels import CHUNK, source, threads
 from tests.gpu.kernels.test_kernels import ARCHITECTURES
 
-FORMS = ["16_0", "8_0", "8_1", "4_0", "4_1"]
-
+FORMS = ["16_1_0_0", "8_2_0_0", "8_2_1_0", "4_2_0_0", "4_2_1_0", "4_1_1_0", "8_2_0_1", "4_1_0_1"]
+"""Numbers, integers without and with offsets, in groups of 16 too, and floats."""
 
 COMPILED = [
     *(("sm_90", head_dim, dtype) for head_dim in (64, 80, 128, 256) for dtype in ("float16", "bfloat16")),
@@ -26,7 +26,9 @@ COMPILED = [
 def test_compiles_for_gpus(architecture: str, head_dim: int, dtype: str) -> None:
     pytest.importorskip("cuda.core")
     assert {each[0] for each in COMPILED} == set(ARCHITECTURES)
-    forms = FORMS if head_dim == 128 else ["16_0", "4_1"]  # Of other widths only what has heads is another program.
+    forms = (
+        FORMS if head_dim == 128 else ["16_1_0_0", "4_2_1_0"]
+    )  # Of other widths only what has heads is another program.
     cubin = bytes(compile_kernels(architecture, source(dtype, head_dim, forms, forms)).code)
     assert cubin[:4] == b"\x7fELF"
     for kernel in threads(forms, forms):
@@ -38,4 +40,4 @@ def test_the_host_knows_the_sizes_of_blocks() -> None:
     sizes = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)}
     assert sizes["ATTENDING_WARPS"] * sizes["SPAN"] == CHUNK
     assert sizes["ATTENDING_WARPS"] * 32 == count["attention"]
-    assert sizes["WARPS"] * 32 == count["heads_8_4_1"]
+    assert sizes["WARPS"] * 32 == count["heads_8_4_2_1_0"]

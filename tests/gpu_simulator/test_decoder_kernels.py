@@ -114,9 +114,13 @@ def test_logits_are_those_of_transformers(engine_of: Callable[..., Path], family
         assert np.abs(found - np.stack(reference)).max() < DTYPES[dtype].tolerance * scale
 
 
-@pytest.mark.quick("int4-bfloat16", "int8-float16")
+@pytest.mark.quick("int4-bfloat16", "int8-float16", "nvfp4_wo-float16")
 @pytest.mark.parametrize(
-    ("qformat", "dtype"), [("int8", "float16"), ("int8", "bfloat16"), ("int4", "bfloat16"), ("int4_sym", "float16")]
+    ("qformat", "dtype"),
+    [
+        *(("int8", "float16"), ("int8", "bfloat16"), ("int4", "bfloat16"), ("int4_sym", "float16")),
+        *(("fp8_wo", "float16"), ("fp8_wo", "bfloat16"), ("nvfp4_wo", "float16"), ("nvfp4_wo", "bfloat16")),
+    ],
 )
 def test_logits_of_weights_in_few_bits(engine_of: Callable[..., Path], qformat: str, dtype: str) -> None:
     """Those of the CPU, whose products round inputs to 8 bits; tied embeddings are looked up in the head's codes."""

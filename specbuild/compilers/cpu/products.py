@@ -24,6 +24,8 @@ from specbuild.weights.packed import Floats, as_float32, lazy, times_units
 from specrun.cpu_operators import DOMAIN, MOST_OUTPUTS, VERSION
 
 _BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT8: 8, ir.DataType.UINT8: 8}
+_FLOAT_BITS = {ir.DataType.FLOAT8E4M3FN: 8, ir.DataType.FLOAT4E2M1: 4}
+"""What kernels for GPUs take too. For CPUs ``cpu.formats`` has made integers of it."""
 _FLOATS = (ir.DataType.FLOAT, *graphs.HALF)
 _MIDDLE = {ir.DataType.INT4: 0, ir.DataType.UINT4: 8, ir.DataType.INT8: 0, ir.DataType.UINT8: 128}
 """The zero point of codes that the operator takes as they are; of UINT4 it takes 0 too."""
@@ -161,7 +163,12 @@ class Weight:
     @property
     def bits(self) -> int:
         """Of a code; 32 of a number."""
-        return _BITS.get(self.codes.dtype, 32)
+        return (_BITS | _FLOAT_BITS).get(self.codes.dtype, 32)
+
+    @property
+    def has_floats(self) -> bool:
+        """Whether its codes are float8 or float4."""
+        return self.codes.dtype in _FLOAT_BITS
 
     @property
     def has_zeros(self) -> bool:
@@ -177,7 +184,7 @@ class Weight:
     def kind(self) -> tuple[int, ...]:
         """The same for weights that one operator can have side by side."""
         units = [values.num_units if values else -1 for values in (self.scales, self.minima)]
-        return self.bits, self.scale_blocks, self.has_zeros, self.middle, *units
+        return self.bits, self.has_floats, self.scale_blocks, self.has_zeros, self.middle, *units
 
     @property
     def scale_blocks(self) -> int:
@@ -240,7 +247,7 @@ def _weight(value: ir.Value | None, is_transposed: bool = False) -> Weight | Non
 def _dequantized(node: ir.Node, readers: int, is_transposed: bool) -> Weight | None:
     """None where the operators do not take it, or its codes are read in another way too: they would be kept twice."""
     codes, scales, zeros = (*node.inputs, None)[:3]
-    if codes is None or scales is None or not codes.is_initializer() or codes.dtype not in _BITS:
+    if codes is None or scales is None or not codes.is_initializer() or codes.dtype not in _BITS | _FLOAT_BITS:
         return None
     if codes.shape is None or len(codes.shape) != 2 or codes.const_value is None:
         return None

@@ -38,7 +38,6 @@ from specrun.engine_dir.layers import KERNELS, Decoder, StoredTensor, place_tens
 from specrun.errors import BuildError
 
 _DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
-_FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
 _ADVICE = "build with --backend tensorrt, or --backend onnxruntime --device cuda"
 
 
@@ -55,9 +54,6 @@ def compile_layers(
     if graph.features or graph.states:
         raise BuildError(f"{checkpoint}: --backend cuda runs dense decoders, without a draft head; {_ADVICE}")
     model = ir.load(checkpoint / GRAPH_NAME)
-    if floats := {value.dtype.name.lower() for value in model.graph.initializers.values() if value.dtype in _FLOATS}:
-        kind = floats.pop().removesuffix("e4m3fn").removesuffix("e2m1")
-        raise BuildError(f"{checkpoint}: --backend cuda has no weights in {kind} yet; {_ADVICE}")
     io = describe_io(model)
     try:
         decoder, tensors = _read(model, graph, build)

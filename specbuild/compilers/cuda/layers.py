@@ -18,7 +18,7 @@ from specbuild.compilers.cuda.tiles import pack_table
 from specbuild.graph.scales import constant
 from specbuild.weights.packed import Floats, as_float32
 from specrun.engine_dir.contract import INPUT_IDS, LOGITS, past_names
-from specrun.engine_dir.layers import Activation, Attention, Bits, Layer, Linear, Norm, TensorType
+from specrun.engine_dir.layers import Activation, Attention, Bits, Group, Layer, Linear, Norm, TensorType
 
 _PRODUCTS, _LOOKUP = ("FloatMatMul", "QuantizedMatMul"), "EmbeddingLookup"
 _ACTIVATIONS: dict[int, Activation] = {SILU_GATED: "silu", GELU_GATED: "gelu_tanh"}
@@ -76,11 +76,14 @@ class Tensors:
         values = node.inputs[2:] if node.op_type == _LOOKUP else [*node.inputs[2:3], *node.inputs[6:8]]
         scaling = dict(zip(("scales", "units", "offsets"), values, strict=False))
         bits = cast(Bits, node.attributes["bits"].as_int())
+        group = cast(Group, node.attributes.get_int("group", 32))
         return Linear(
             weight=self.weight(node.inputs[1]),
             inputs=node.attributes["K"].as_int(),
             outputs=sum(node.attributes["N"].as_ints()),
             bits=bits,
+            has_floats=bool(node.attributes.get_int("has_floats", 0)),
+            group=group,
             bias=bias,
             **{name: self.weight(value) for name, value in scaling.items() if bits < 16 and value is not None},
         )

@@ -18,11 +18,11 @@ import onnx_ir as ir
 from specbuild.compilers.cpu.products import PackedWeight, PackWeights, Weight
 from specbuild.graph import ops as graphs
 from specbuild.weights.packed import Floats, as_float32, lazy
-from specrun.engine_dir.layers import GROUP, STEPS, TILE
+from specrun.engine_dir.layers import STEPS, TILE
 
 _PART = 1024
 """Number of rows that are packed at a time, so that no whole weight is copied."""
-_MIDDLE = {ir.DataType.INT4: 0, ir.DataType.UINT4: 8, ir.DataType.INT8: 0, ir.DataType.UINT8: 128}
+_MIDDLE = {ir.DataType.UINT4: 8, ir.DataType.UINT8: 128}
 """Number that is subtracted from codes, so that they are signed."""
 
 
@@ -36,8 +36,9 @@ def pack_for_gpu(dtype: ir.DataType) -> PackWeights:
     def pack(graph: ir.Graph, weights: Sequence[Weight], block: int) -> PackedWeight:
         first, (inputs, _) = weights[0], weights[0].shape
         bits, name = (16 if first.bits == 32 else first.bits), weights[0].name
-        if first.block % GROUP:
-            raise UnsupportedWeightError(f"{name}: groups of {first.block}, which are no multiple of {GROUP}")
+        if first.block % TILE:
+            raise UnsupportedWeightError(f"{name}: groups of {first.block}, which are no multiple of {TILE}")
+        group = TILE if first.block % (2 * TILE) else 2 * TILE
         rows = sum(-(-weight.shape[1] // TILE) for weight in weights)
         steps = -(-inputs // (TILE * STEPS[bits]))
         sizes: dict[str, int | list[int]] = {"K": inputs, "N": [weight.shape[1] for weight in weights], "bits": bits}
@@ -50,14 +51,17 @@ def pack_for_gpu(dtype: ir.DataType) -> PackWeights:
             read = functools.partial(_numbers, to_bits=_TO_BITS[dtype])
             return PackedWeight(joined("tiles", ir.DataType.UINT16, [rows, steps, TILE * TILE], read), [], None, sizes)
         tiles = joined("tiles", ir.DataType.UINT8, [rows, steps, 2 * TILE * TILE], _codes)
-        groups = [rows, steps, TILE * STEPS[bits] // 2]
-        scales = joined("scales", ir.DataType.UINT16, groups, lambda weight: _by_tiles(_groups(weight).scales, bits))
-        units = joined("units", ir.DataType.FLOAT, [rows * TILE], lambda weight: _padded(_groups(weight).units))
-        offsets = None
-        if _has_offsets(first):
-            offsets = joined(
-                "offsets", ir.DataType.UINT16, groups, lambda weight: _by_tiles(_groups(weight).offsets, bits)
-            )
+        per_step = TILE * STEPS[bits] // group
+        groups = [rows, steps, TILE * per_step]
+
+        def by_tiles(role: str, read: Callable[[_Groups], npt.NDArray[np.float16]]) -> ir.Value:
+            kind = ir.DataType.UINT16
+            return joined(role, kind, groups, lambda weight: _by_tiles(read(_groups(weight, group)), per_step))
+
+        scales = by_tiles("scales", lambda values: values.scales)
+        units = joined("units", ir.DataType.FLOAT, [rows * TILE], lambda weight: _padded(_groups(weight, group).units))
+        offsets = by_tiles("offsets", lambda values: values.offsets) if _has_offsets(first) else None
+        sizes |= {"group": group, "has_floats": int(first.has_floats)}
         return PackedWeight(tiles, [scales, units, offsets], None, sizes)
 
     return pack
@@ -83,14 +87,16 @@ def _numbers(weight: Weight, to_bits: Callable[[Floats], npt.NDArray[np.uint16]]
 def _codes(weight: Weight) -> npt.NDArray[np.uint8]:
     """Codes as [N / 16, steps, 512]: bytes, or words of a tile's 8 codes, in which pairs are 16 bits apart."""
     codes, bits = np.asarray(weight.codes.numpy()), weight.bits
-    middle = _MIDDLE[weight.codes.dtype]
+    has_floats, middle = weight.has_floats, _MIDDLE.get(weight.codes.dtype, 0)
 
     def pack(part: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-        lanes = _lanes((part.astype(np.int16) - middle).astype(np.int8), STEPS[bits])
+        numbers = part if has_floats else (part.astype(np.int16) - middle).astype(np.int8)
+        lanes = _lanes(numbers.view(np.uint8), STEPS[bits])
         if bits == 8:
-            return np.asarray(lanes.view(np.uint8))
+            return lanes
         shifts = 4 * np.arange(4, dtype=np.uint32)[:, None] + np.array([0, 16], np.uint32)
-        words = ((lanes + 8).astype(np.uint32) << shifts).sum(axis=(-2, -1), dtype=np.uint32)
+        nibbles = (lanes if has_floats else lanes + 8) & 15
+        words = (nibbles.astype(np.uint32) << shifts).sum(axis=(-2, -1), dtype=np.uint32)
         return np.asarray(words.view(np.uint8))
 
     return _in_parts(codes if weight.is_transposed else codes.T, pack, np.uint8, bits)
@@ -121,29 +127,29 @@ class _Groups(NamedTuple):
     """A weight's numbers are unit * (scale * code + offset), with signed codes."""
 
     scales: npt.NDArray[np.float16]
-    """[K / 32, N]"""
+    """[K / group, N]"""
     units: Floats
     """[N], powers of two, so that scales and offsets of a row fit into float16"""
     offsets: npt.NDArray[np.float16]
-    """[K / 32, N]"""
+    """[K / group, N]"""
 
 
 def _has_offsets(weight: Weight) -> bool:
-    return weight.minima is not None or weight.zeros is not None or _MIDDLE[weight.codes.dtype] > 0
+    return weight.minima is not None or weight.zeros is not None or weight.codes.dtype in _MIDDLE
 
 
-def _groups(weight: Weight) -> _Groups:
+def _groups(weight: Weight, group: int) -> _Groups:
     assert weight.scales is not None
     inputs, outputs = weight.shape
     scales = np.broadcast_to(weight.scales.numbers(), (weight.scale_blocks, outputs))
     offsets = np.zeros((1, outputs), np.float32)
     if _has_offsets(weight):
         zeros = np.zeros((), np.float32) if weight.zeros is None else as_float32(weight.zeros)
-        offsets = (_MIDDLE[weight.codes.dtype] - (zeros.T if weight.is_transposed else zeros)) * scales
+        offsets = (_MIDDLE.get(weight.codes.dtype, 0) - (zeros.T if weight.is_transposed else zeros)) * scales
         if weight.minima is not None:
             offsets = offsets + weight.minima.numbers()
-    count = -(-inputs // GROUP)
-    times = weight.block // GROUP or count
+    count = -(-inputs // group)
+    times = weight.block // group or count
     repeated = [np.repeat(np.broadcast_to(values, scales.shape), times, axis=0) for values in (scales, offsets)]
     largest = np.maximum(*(np.abs(values).max(axis=0) for values in (scales, offsets)))
     units = np.exp2(np.ceil(np.log2(np.where(largest > 0, largest, 1)))).astype(np.float32)
@@ -151,9 +157,8 @@ def _groups(weight: Weight) -> _Groups:
     return _Groups(group_scales, units, group_offsets)
 
 
-def _by_tiles(values: npt.NDArray[np.float16], bits: int) -> npt.NDArray[np.uint16]:
-    """[K / 32, N] as [N / 16, steps, 16 * groups]: rows g and g + 8 alternate."""
-    groups = STEPS[bits] // 2
+def _by_tiles(values: npt.NDArray[np.float16], groups: int) -> npt.NDArray[np.uint16]:
+    """[K / group, N] as [N / 16, steps, 16 * groups of a step]: rows g and g + 8 alternate."""
     padded = np.pad(values.view(np.uint16).T, [(0, -values.shape[1] % TILE), (0, -len(values) % groups)])
     tiles = padded.reshape(len(padded) // TILE, 2, 8, -1, groups).transpose(0, 3, 2, 1, 4)
     return np.ascontiguousarray(tiles.reshape(*tiles.shape[:2], -1))

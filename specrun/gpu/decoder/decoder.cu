@@ -8,7 +8,7 @@
 // bit. A change here keeps that rule. Sizes of blocks were chosen by arithmetic: no GPU has timed them yet.
 //
 // HEAD_DIM and BFLOAT16 (1, or 0: float16) are defined in front of this file. Behind it stands which formats of weights
-// there are kernels for: PRODUCTS(bits, has_offsets) and EMBEDDING(bits, has_offsets), see kernels.py.
+// there are kernels for: Weight_F, PRODUCTS(F) and EMBEDDING(F) of each format F, see kernels.py.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -112,17 +112,17 @@ FUNCTION bool is_last(u32* counter, u32 count) {
 
 // ---------------------------------------------------------------------------------------------------------- weights
 
-constexpr int TILE = 16;   // Rows and columns of a tile of a weight.
-constexpr int SCALED = 2;  // Tiles whose codes share a scale: 32 columns.
+constexpr int TILE = 16;  // Rows and columns of a tile of a weight.
 
 // A weight [N, K] in tiles of 16 rows: numbers in 16 bits, or codes in 8 or 4. A lane reads 16 bytes at a time: its
 // numbers of 1, 2 or 4 tiles, in the order of multiply_tile's a. A number is unit * (scale * code + offset), with units
-// of rows, and with scales and offsets (float16) of 32 columns.
-template <int BITS, bool OFFSETS>
+// of rows, and with scales and offsets (float16) of TILES_OF_SCALE tiles. Codes are integers, or with FLOATS e4m3 and
+// e2m1: sign, exponent, mantissa.
+template <int BITS, int TILES_OF_SCALE, bool OFFSETS, bool FLOATS>
 struct Weight {
   static constexpr int STEP = 16 / BITS;  // Tiles in a lane's 16 bytes.
-  static constexpr int GROUPS = BITS < 16 ? STEP / SCALED : 1;
-  static constexpr bool HAS_OFFSETS = OFFSETS;
+  static constexpr bool IS_SCALED = BITS < 16, HAS_OFFSETS = OFFSETS;
+  static constexpr int SCALED = TILES_OF_SCALE, GROUPS = STEP / SCALED;
   const uint4* numbers;
   const u16* scales;   // [N / 16, steps, 8, 2, GROUPS]: of rows g and g + 8.
   const f32* units;    // [N]
@@ -142,7 +142,7 @@ struct Weight {
     i64 at = (i64)tile * steps() + step;
     Part part;
     part.numbers = __ldcs(numbers + at * 32 + lane);
-    if constexpr (BITS < 16) {
+    if constexpr (IS_SCALED) {
       read_scales(scales + (at * 8 + lane / 4) * 2 * GROUPS, part.scales);
       if constexpr (OFFSETS) read_scales(offsets + (at * 8 + lane / 4) * 2 * GROUPS, part.offsets);
     }
@@ -164,14 +164,33 @@ struct Weight {
       if constexpr (BITS == 16) a[i] = words[i];
       if constexpr (BITS == 8) {
         u32 word = words[2 * tile + i / 2] >> 16 * (i % 2);
-        a[i] = narrow_pair((f32)(signed char)(word & 0xff), (f32)(signed char)(word >> 8 & 0xff));
+        if constexpr (FLOATS) a[i] = decode_floats((word & 0xff) | (word & 0xff00) << 8);
+        else a[i] = narrow_pair((f32)(signed char)(word & 0xff), (f32)(signed char)(word >> 8 & 0xff));
       }
-      if constexpr (BITS == 4) a[i] = decode_pair(words[tile] >> 4 * i & 0x000f000f);
+      if constexpr (BITS == 4) {
+        u32 codes = words[tile] >> 4 * i & 0x000f000f;
+        a[i] = FLOATS ? decode_floats(codes) : decode_integers(codes);
+      }
     }
   }
 
+  // Two floats of 8 or 4 bits, 16 bits apart. With their exponent and mantissa in those of a 16-bit float they are too
+  // small by a power of two, the subnormal ones too.
+  FUNCTION static u32 decode_floats(u32 codes) {
+    constexpr int MANTISSA = BITS == 8 ? 3 : 1, BIAS = BITS == 8 ? 7 : 1;
+    constexpr int FRACTION = BFLOAT16 ? 7 : 10, WIDE_BIAS = BFLOAT16 ? 127 : 15;  // Of the 16-bit float.
+    constexpr u32 SIGN = 1u << (BITS - 1), PAIR = 0x10001, POWER = (u32)(2 * WIDE_BIAS - BIAS) << FRACTION;
+    u32 small = (codes & SIGN * PAIR) << (16 - BITS) | (codes & (SIGN - 1) * PAIR) << (FRACTION - MANTISSA), result;
+#if BFLOAT16
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(small), "r"(POWER * PAIR), "r"(0u));
+#else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(small), "r"(POWER * PAIR), "r"(0u));
+#endif
+    return result;
+  }
+
   // Two codes of 0 to 15, less 8: as the lowest bits of a number that has a place for them.
-  FUNCTION static u32 decode_pair(u32 codes) {
+  FUNCTION static u32 decode_integers(u32 codes) {
     u32 result;
 #if BFLOAT16
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(codes | 0x43004300u), "r"(0x3f803f80u), "r"(0xc308c308u));
@@ -186,10 +205,11 @@ struct Weight {
     int tile = k / TILE % STEP, lane = n % 8 * 4 + k % 8 / 2, half = n % TILE / 8, i = k % TILE / 8 * 2 + half;
     i64 step = n / TILE * steps() + k / (STEP * TILE), from = step * 32 + lane;
     if constexpr (BITS == 16) return widen(((const u16*)numbers)[from * 8 + 2 * i + k % 2]);
-    int code = BITS == 8 ? ((const signed char*)numbers)[from * 16 + tile * 8 + 2 * i + k % 2]
-                         : (int)(((const u32*)numbers)[from * 4 + tile] >> (4 * i + k % 2 * 16) & 15) - 8;
+    u32 code = BITS == 8 ? ((const unsigned char*)numbers)[from * 16 + tile * 8 + 2 * i + k % 2]
+                         : ((const u32*)numbers)[from * 4 + tile] >> (4 * i + k % 2 * 16) & 15;
+    f32 number = FLOATS ? widen((u16)decode_floats(code)) : BITS == 8 ? (signed char)code : (int)code - 8;
     i64 group = ((step * 8 + n % 8) * 2 + half) * GROUPS + tile / SCALED;
-    return units[n] * (widen_half(scales[group]) * code + (OFFSETS ? widen_half(offsets[group]) : 0));
+    return units[n] * (widen_half(scales[group]) * number + (OFFSETS ? widen_half(offsets[group]) : 0));
   }
 };
 
@@ -246,7 +266,7 @@ struct Sums {
 #pragma unroll
       for (int i = 0; i < TILES; i++) parts[i] = weight.read(tiles[i], step);
 #pragma unroll
-      for (int begin = 0; begin < Format::STEP; begin += SCALED)
+      for (int begin = 0; begin < Format::STEP; begin += Format::SCALED)
         add_group(x, parts, step, begin, first, tokens, length, sums);
     }
 #pragma unroll
@@ -263,8 +283,8 @@ struct Sums {
   template <class Tokens>
   FUNCTION static void add_group(const Tokens& x, const typename Format::Part (&parts)[TILES], int step, int begin,
                                  int first, int tokens, int length, f32 (&sums)[TILES][GROUPS][4]) {
-    constexpr bool IS_SCALED = Format::STEP > 1;
-    constexpr int COUNT = IS_SCALED ? SCALED : 1;
+    constexpr bool IS_SCALED = Format::IS_SCALED;
+    constexpr int COUNT = Format::SCALED;
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     u32 a[COUNT][TILES][4];
 #pragma unroll
@@ -291,7 +311,7 @@ struct Sums {
         for (int i = 0; i < TILES; i++)
 #pragma unroll
           for (int j = 0; j < 4; j++) {
-            int at = j / 2 * Format::GROUPS + begin / SCALED;
+            int at = j / 2 * Format::GROUPS + begin / COUNT;
             sums[i][group][j] += widen_half(parts[i].scales[at]) * codes[i][j];
             if constexpr (Format::HAS_OFFSETS) sums[i][group][j] += widen_half(parts[i].offsets[at]) * ones[j];
           }
@@ -305,7 +325,7 @@ struct Sums {
     for (int i = 0; i < TILES; i++) {
       sums[i] = 0;
       for (int warp = 0; warp < WARPS; warp++) sums[i] += parts[warp][token][i * TILE + row];
-      if constexpr (Format::STEP > 1) sums[i] *= weight.units[tiles[i] * TILE + row];
+      if constexpr (Format::IS_SCALED) sums[i] *= weight.units[tiles[i] * TILE + row];
     }
   }
 };
@@ -435,23 +455,19 @@ FUNCTION void project_logits(LOGITS_PARAMETERS) {
 }
 
 // A kernel for passes of up to 8 tokens, and one for more, in blocks of 32: their sums have the same order.
-#define PRODUCT(name, bits, has_offsets, parameters, ...)             \
-  KERNEL(WARPS * 32) name##_8_##bits##_##has_offsets(parameters) {    \
-    project_##name<Weight<bits, has_offsets>, 1>(__VA_ARGS__);        \
-  }                                                                   \
-  KERNEL(WARPS * 32) name##_32_##bits##_##has_offsets(parameters) {   \
-    project_##name<Weight<bits, has_offsets>, 4>(__VA_ARGS__);        \
-  }
-#define PRODUCTS(bits, has_offsets)                                                                                  \
-  PRODUCT(heads, bits, has_offsets, HEADS_PARAMETERS, numbers, scales, units, offsets, bias, stream, gamma, epsilon, \
-          length, tokens, heads, kv_heads, query_gamma, key_gamma, head_epsilon, cos, sin, rotated, interleaved,     \
-          rows, positions, cache_length, projected, counters, queries, keys, values)                                 \
-  PRODUCT(gated, bits, has_offsets, GATED_PARAMETERS, numbers, scales, units, offsets, stream, gamma, epsilon,       \
-          length, tokens, outputs, activation, gated)                                                                \
-  PRODUCT(added, bits, has_offsets, ADDED_PARAMETERS, numbers, scales, units, offsets, bias, input, length, tokens,  \
-          outputs, residual, to)                                                                                     \
-  PRODUCT(logits, bits, has_offsets, LOGITS_PARAMETERS, numbers, scales, units, offsets, stream, gamma, epsilon,     \
-          length, tokens, outputs, cap, logits)
+#define PRODUCT(name, form, parameters, ...)                                                                   \
+  KERNEL(WARPS * 32) name##_8_##form(parameters) { project_##name<Weight_##form, 1>(__VA_ARGS__); }           \
+  KERNEL(WARPS * 32) name##_32_##form(parameters) { project_##name<Weight_##form, 4>(__VA_ARGS__); }
+#define PRODUCTS(form)                                                                                         \
+  PRODUCT(heads, form, HEADS_PARAMETERS, numbers, scales, units, offsets, bias, stream, gamma, epsilon,       \
+          length, tokens, heads, kv_heads, query_gamma, key_gamma, head_epsilon, cos, sin, rotated, interleaved, \
+          rows, positions, cache_length, projected, counters, queries, keys, values)                          \
+  PRODUCT(gated, form, GATED_PARAMETERS, numbers, scales, units, offsets, stream, gamma, epsilon, length,     \
+          tokens, outputs, activation, gated)                                                                 \
+  PRODUCT(added, form, ADDED_PARAMETERS, numbers, scales, units, offsets, bias, input, length, tokens,        \
+          outputs, residual, to)                                                                              \
+  PRODUCT(logits, form, LOGITS_PARAMETERS, numbers, scales, units, offsets, stream, gamma, epsilon, length,   \
+          tokens, outputs, cap, logits)
 
 // -------------------------------------------------------------------------------------------------------- attention
 
@@ -659,13 +675,13 @@ attention(const u16* queries, const u16* keys, const u16* values, const int* row
 
 // Look up the embeddings of a pass: block m has token first_token + m % row_tokens of row first_row + m / row_tokens,
 // of ids [.., stride]. Embeddings are rows of the table [vocab, width]; ids outside of it have zeros.
-#define EMBEDDING(bits, has_offsets)                                                                                  \
-  KERNEL(128)                                                                                                         \
-  begin_##bits##_##has_offsets(WEIGHT_PARAMETERS, const i64* ids, int stride, const i64* write_indices, int first_row, \
-                               int first_token, int row_tokens, int first_cache_row, int vocab, int width, f32 scale, \
-                               f32* stream, int* rows, int* positions) {                                              \
-    begin(Weight<bits, has_offsets>{numbers, scales, units, offsets, width}, ids, stride, write_indices, first_row,   \
-          first_token, row_tokens, first_cache_row, vocab, scale, stream, rows, positions);                           \
+#define EMBEDDING(form)                                                                                              \
+  KERNEL(128)                                                                                                        \
+  begin_##form(WEIGHT_PARAMETERS, const i64* ids, int stride, const i64* write_indices, int first_row,               \
+               int first_token, int row_tokens, int first_cache_row, int vocab, int width, f32 scale, f32* stream,   \
+               int* rows, int* positions) {                                                                          \
+    begin(Weight_##form{numbers, scales, units, offsets, width}, ids, stride, write_indices, first_row, first_token, \
+          row_tokens, first_cache_row, vocab, scale, stream, rows, positions);                                       \
   }
 template <class Format>
 FUNCTION void begin(const Format& table, const i64* ids, int stride, const i64* write_indices, int first_row,

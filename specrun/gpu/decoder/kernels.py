@@ -37,14 +37,16 @@ def source(dtype: str, head_dim: int, products: Collection[str], tables: Collect
     """The text of ``decoder.cu``, between what is constant in an engine and the formats of its weights."""
     text = (resources.files(__package__) / "decoder.cu").read_text(encoding="utf-8")
     constants = f"#define HEAD_DIM {head_dim}\n#define BFLOAT16 {int(dtype == 'bfloat16')}\n"
-    kinds = [f"PRODUCTS({form.replace('_', ', ')})" for form in products]
-    kinds += [f"EMBEDDING({form.replace('_', ', ')})" for form in tables]
+    kinds = [f"using Weight_{form} = Weight<{form.replace('_', ', ')}>;" for form in {*products, *tables}]
+    kinds += [f"PRODUCTS({form})" for form in products]
+    kinds += [f"EMBEDDING({form})" for form in tables]
     return "\n".join([f'{constants}#line 1 "decoder.cu"', text, *kinds, ""])
 
 
 def format_of(linear: Linear) -> str:
-    """The format of a weight in names of kernels: bits, and whether codes have offsets."""
-    return f"{linear.bits}_{int(linear.offsets is not None)}"
+    """The format of a weight in names of kernels: the parameters of ``Weight`` in decoder.cu."""
+    tiles = linear.group // TILE if linear.bits < 16 else 1
+    return f"{linear.bits}_{tiles}_{int(linear.offsets is not None)}_{int(linear.has_floats)}"
 
 
 @dataclass(frozen=True)
