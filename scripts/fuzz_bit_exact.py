@@ -46,7 +46,7 @@ FAMILIES = {
 FORMS = (
     *("float32", *FEW_BITS, "recurrent", "recurrent int8", "experts", "experts int4", "latent attention"),
     *("latent attention int8", "chunks", "2 ranks", "2 ranks int8", "2 ranks int4", "cuda", "cuda int4"),
-    *("float16 cache", "float16 cache int8"),
+    *("cuda fp8", "cuda nvfp4", "float16 cache", "float16 cache int8"),
 )
 """Targets and the form of their weights; of "2 ranks" two processes compute a dense one.
 
@@ -171,7 +171,8 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
 
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384}
     if form.startswith("cuda"):
-        return _make_cuda_engines(root, {"qformat": "int4"} if form.endswith("int4") else {}, sizes)
+        bits = form.removeprefix("cuda").strip()
+        return _make_cuda_engines(root, {"qformat": bits} if bits else {}, sizes)
     ranks = 2 if form.startswith("2 ranks") else 1
     bits = next((bits for bits in FEW_BITS if form.endswith(bits)), "")
     family, layers = next((of for name, of in FAMILIES.items() if form.startswith(name)), ("llama3", 3))

@@ -10,7 +10,7 @@ from specrun.devices.cuda import compile_kernels
 from specrun.gpu.decoder.kernels import CHUNK, source, threads
 from tests.gpu.kernels.test_kernels import ARCHITECTURES
 
-FORMS = ["16_1_0_0", "8_2_0_0", "8_2_1_0", "4_2_0_0", "4_2_1_0", "4_1_1_0", "8_2_0_1", "4_1_0_1"]
+FORMS = ["16_1_0_0", "8_2_0_0", "8_2_1_0", "4_2_0_0", "4_2_1_0", "8_1_0_0", "4_1_1_0", "8_2_0_1", "4_1_0_1"]
 """Numbers, integers without and with offsets, in groups of 16 too, and floats."""
 
 COMPILED = [

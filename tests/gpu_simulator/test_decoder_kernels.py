@@ -80,15 +80,22 @@ def opened(engine: Path) -> Iterator[Passes]:
 def engine_of(shared: Path) -> Callable[..., Path]:
     """The engine of a family, made once."""
 
-    def engine(family: str, dtype: str = "bfloat16", seed: int = 1, length: int = 112, qformat: str = "auto") -> Path:
+    def engine(
+        family: str,
+        dtype: str = "bfloat16",
+        seed: int = 1,
+        length: int = 112,
+        qformat: str = "auto",
+        group_size: int | None = None,
+    ) -> Path:
         def make(directory: Path) -> None:
             changes: Any = {"max_position_embeddings": 512} if length > 112 else {}
             hf = save_checkpoint(directory / "hf", family, seed, getattr(torch, dtype), **changes)
-            onnx = make_onnx(hf, directory / "onnx", verify=False, qformat=qformat)
+            onnx = make_onnx(hf, directory / "onnx", verify=False, qformat=qformat, group_size=group_size)
             sizes: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 64, "max_draft_len": 7}
             make_engine(onnx, directory / "engine", backend="cuda", max_seq_len=length, **sizes)
 
-        return once(shared / "cuda" / f"{family}.{dtype}.{seed}.{length}.{qformat}", make) / "engine"
+        return once(shared / "cuda" / f"{family}.{dtype}.{seed}.{length}.{qformat}.{group_size}", make) / "engine"
 
     return engine
 
@@ -123,8 +130,12 @@ def test_logits_are_those_of_transformers(engine_of: Callable[..., Path], family
     ],
 )
 def test_logits_of_weights_in_few_bits(engine_of: Callable[..., Path], qformat: str, dtype: str) -> None:
-    """Those of the CPU, whose products round inputs to 8 bits; tied embeddings are looked up in the head's codes."""
-    engine = engine_of("llama3.2", dtype, qformat=qformat)
+    """Those of the CPU, whose products round inputs to 8 bits; tied embeddings are looked up in the head's codes.
+
+    One of them has groups of 16, as GGUF's Q6_K.
+    """
+    group_size = 16 if (qformat, dtype) == ("int8", "bfloat16") else None
+    engine = engine_of("llama3.2", dtype, qformat=qformat, group_size=group_size)
     ids = np.random.default_rng(1).integers(1, VOCAB, (1, 12))
     with opened(engine) as passes:
         found = passes.run(ids, [0], [range(4, 12)])
