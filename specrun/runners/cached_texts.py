@@ -168,7 +168,10 @@ class DraftTexts(HostTexts):
         return not self.keeps_to_target and self.runner.rows.lacks(row, len(self.ids(request)) - 1) > LONG_PROMPT
 
     def begins_later(self, request: Request, row: int) -> bool:
-        """Whether nothing is drafted yet. With acceptance by logits, texts would depend on what is cached of others."""
+        """Whether drafts begin behind the first token, because the draft has a long prompt to read.
+
+        Not with acceptance by logits, where texts would depend on what is cached of others.
+        """
         if request.token_outputs or not self.lacks_prompt(request, row):
             return False
         return not request.accepts_by_logits(self.use_logits)

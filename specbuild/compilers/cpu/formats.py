@@ -17,14 +17,13 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.compilers.cpu.fusions import fuse_into_products
-from specbuild.compilers.cpu.products import use_own_products
+from specbuild.compilers.cpu.products import FLOAT_CODES, use_own_products
 from specbuild.compilers.cpu.wanted import take_wanted_tokens_first
 from specbuild.graph import ops as graphs
 from specbuild.weights.packed import Floats, as_float32, lazy
 
 BLOCK = 32
 """Input channels that share a scale in 8-bit weights that are made of float8."""
-_FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
 
 
 def prepare(model: ir.Model) -> list[str]:
@@ -36,7 +35,7 @@ def prepare(model: ir.Model) -> list[str]:
     read = functools.lru_cache(maxsize=1)(recode)  # Codes and scales are written one after the other.
     graphs.drop_activation_rounding(model)
     for node in _weights(model):
-        if (weight := node.inputs[0]) is not None and weight.dtype in _FLOATS:
+        if (weight := node.inputs[0]) is not None and weight.dtype in FLOAT_CODES:
             recoded[weight.dtype.name.lower()] += 1
             _replace_codes(node, read)
     take_wanted_tokens_first(model)

@@ -23,9 +23,10 @@ from specbuild.weights.cpu_layout import COLUMNS, by_strips, line_inputs, pack_c
 from specbuild.weights.packed import Floats, as_float32, lazy, times_units
 from specrun.cpu_operators import DOMAIN, MOST_OUTPUTS, VERSION
 
+FLOAT_CODES = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
+"""Codes that kernels for GPUs take too. For CPUs ``cpu.formats`` makes integers of them before."""
 _BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT8: 8, ir.DataType.UINT8: 8}
-_FLOAT_BITS = {ir.DataType.FLOAT8E4M3FN: 8, ir.DataType.FLOAT4E2M1: 4}
-"""What kernels for GPUs take too. For CPUs ``cpu.formats`` has made integers of it."""
+_BITS |= dict(zip(FLOAT_CODES, (8, 4), strict=True))
 _FLOATS = (ir.DataType.FLOAT, *graphs.HALF)
 _MIDDLE = {ir.DataType.INT4: 0, ir.DataType.UINT4: 8, ir.DataType.INT8: 0, ir.DataType.UINT8: 128}
 """The zero point of codes that the operator takes as they are; of UINT4 it takes 0 too."""
@@ -163,12 +164,12 @@ class Weight:
     @property
     def bits(self) -> int:
         """Of a code; 32 of a number."""
-        return (_BITS | _FLOAT_BITS).get(self.codes.dtype, 32)
+        return _BITS.get(self.codes.dtype, 32)
 
     @property
     def has_floats(self) -> bool:
         """Whether its codes are float8 or float4."""
-        return self.codes.dtype in _FLOAT_BITS
+        return self.codes.dtype in FLOAT_CODES
 
     @property
     def has_zeros(self) -> bool:
@@ -247,7 +248,7 @@ def _weight(value: ir.Value | None, is_transposed: bool = False) -> Weight | Non
 def _dequantized(node: ir.Node, readers: int, is_transposed: bool) -> Weight | None:
     """None where the operators do not take it, or its codes are read in another way too: they would be kept twice."""
     codes, scales, zeros = (*node.inputs, None)[:3]
-    if codes is None or scales is None or not codes.is_initializer() or codes.dtype not in _BITS | _FLOAT_BITS:
+    if codes is None or scales is None or not codes.is_initializer() or codes.dtype not in _BITS:
         return None
     if codes.shape is None or len(codes.shape) != 2 or codes.const_value is None:
         return None

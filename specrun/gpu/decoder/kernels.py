@@ -37,7 +37,7 @@ def source(dtype: str, head_dim: int, products: Collection[str], tables: Collect
     """The text of ``decoder.cu``, between what is constant in an engine and the formats of its weights."""
     text = (resources.files(__package__) / "decoder.cu").read_text(encoding="utf-8")
     constants = f"#define HEAD_DIM {head_dim}\n#define BFLOAT16 {int(dtype == 'bfloat16')}\n"
-    kinds = [f"using Weight_{form} = Weight<{form.replace('_', ', ')}>;" for form in {*products, *tables}]
+    kinds = [f"using Weight_{form} = Weight<{form.replace('_', ', ')}>;" for form in sorted({*products, *tables})]
     kinds += [f"PRODUCTS({form})" for form in products]
     kinds += [f"EMBEDDING({form})" for form in tables]
     return "\n".join([f'{constants}#line 1 "decoder.cu"', text, *kinds, ""])
