@@ -46,7 +46,7 @@ FAMILIES = {
 FORMS = (
     *("float32", *FEW_BITS, "recurrent", "recurrent int8", "experts", "experts int4", "latent attention"),
     *("latent attention int8", "chunks", "2 ranks", "2 ranks int8", "2 ranks int4", "cuda", "cuda int4"),
-    *("cuda fp8", "cuda nvfp4", "float16 cache", "float16 cache int8"),
+    *("cuda fp8", "cuda nvfp4", "cuda experts", "float16 cache", "float16 cache int8"),
 )
 """Targets and the form of their weights; of "2 ranks" two processes compute a dense one.
 
@@ -171,8 +171,10 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
 
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384}
     if form.startswith("cuda"):
-        bits = form.removeprefix("cuda").strip()
-        return _make_cuda_engines(root, {"qformat": bits} if bits else {}, sizes)
+        bits, family = form.removeprefix("cuda").strip(), "qwen3"
+        if bits == "experts":
+            bits, family = "", "gpt_oss"
+        return _make_cuda_engines(root, family, {"qformat": bits} if bits else {}, sizes)
     ranks = 2 if form.startswith("2 ranks") else 1
     bits = next((bits for bits in FEW_BITS if form.endswith(bits)), "")
     family, layers = next((of for name, of in FAMILIES.items() if form.startswith(name)), ("llama3", 3))
@@ -189,7 +191,9 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     return target, [make_engine(source, root / name, max_batch_size=5) for name, source in sources.items()]
 
 
-def _make_cuda_engines(root: Path, options: dict[str, Any], sizes: dict[str, Any]) -> tuple[Path, list[Path]]:
+def _make_cuda_engines(
+    root: Path, family: str, options: dict[str, Any], sizes: dict[str, Any]
+) -> tuple[Path, list[Path]]:
     """A target for our own CUDA kernels, and drafts: itself, and one that never agrees."""
     from tests.helpers.engines import make_engine, make_onnx
     from tests.helpers.families import save_checkpoint
@@ -198,10 +202,10 @@ def _make_cuda_engines(root: Path, options: dict[str, Any], sizes: dict[str, Any
         from tests.gpu_simulator import gpus
 
         gpus.start(1)
-    hf = {name: save_checkpoint(root / name / "hf", name, seed=1, **sizes) for name in ("qwen3", "gemma3")}
+    hf = {name: save_checkpoint(root / name / "hf", name, seed=1, **sizes) for name in (family, "gemma3")}
     options = {"verify": False, "dtype": "bfloat16", **options}
     onnx = {name: make_onnx(path, root / name / "onnx", **options) for name, path in hf.items()}
-    target = make_engine(onnx["qwen3"], root / "target", max_draft_len=5, max_batch_size=4, backend="cuda")
+    target = make_engine(onnx[family], root / "target", max_draft_len=5, max_batch_size=4, backend="cuda")
     other = make_engine(onnx["gemma3"], root / "other", max_batch_size=4, backend="cuda")
     return target, [target, other]
 

@@ -1,7 +1,8 @@
-"""The layers of a dense decoder, in ``layers.json`` of engines that specrun's own CUDA kernels run.
+"""The layers of a decoder, in ``layers.json`` of engines that specrun's own CUDA kernels run.
 
 A layer normalizes the residual stream and projects it to queries, keys and values, attends, and adds the projection of
-that to the stream. Then it normalizes, projects to a gate and to what is gated, and adds their projected product.
+that to the stream. Then it normalizes, projects to a gate and to what is gated, and adds their projected product. In a
+mixture of experts each token does the latter with the weights of several experts, and adds a weighted sum.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ STEPS: dict[int, int] = {16: 1, 8: 2, 4: 4}
 ALIGNMENT = 256
 """Bytes; a tensor begins at a multiple of it."""
 Group = Literal[16, 32]
-Activation = Literal["silu", "gelu_tanh"]
-"""Activations, as decoder.cu numbers them."""
+Activation = Literal["silu", "gelu_tanh", "gpt_oss"]
+"""Functions of a gate and of what it gates, as decoder.cu numbers them."""
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 TensorType = Literal["float32", "uint16", "uint8"]
 """Types of numpy: uint16 for float16 and bfloat16, uint8 for codes."""
 HEAD_DIMS = tuple(range(TILE, 257, TILE))
 """Widths of a head that the kernels support."""
+_MAX_EXPERTS = 1 << 12
 
 
 class StoredTensor(Strict):
@@ -69,13 +71,17 @@ class Norm(Strict):
 class Linear(Strict):
     """A linear layer, or several that read one input, or a table whose rows are looked up.
 
-    A number of its weight [outputs, inputs] has 16 bits, or is ``unit * (scale * code + offset)``.
+    A number of its weight [outputs, inputs] has 16 bits, or is ``unit * (scale * code + offset)``. Each expert has a
+    weight, one below the other.
     """
 
     weight: str
-    """Name of its tiles: uint16 [outputs / 16, inputs / 16, 256], or uint8 [outputs / 16, steps, 512]."""
+    """Name of its tiles: uint16 [experts * outputs / 16, inputs / 16, 256], or uint8 [.., steps, 512]."""
     inputs: Size
     outputs: Size
+    experts: int = Field(default=1, ge=1, le=_MAX_EXPERTS)
+    alternates: bool = False
+    """Whether rows of a gate and of what is gated alternate."""
     bits: Bits = 16
     has_floats: bool = False
     """Whether codes are float8 (e4m3) or float4 (e2m1), not integers."""
@@ -88,7 +94,7 @@ class Linear(Strict):
     offsets: str | None = None
     """Name of offsets, laid out as scales."""
     bias: str | None = None
-    """Name of a bias, float32 [outputs]."""
+    """Name of a bias, float32 [experts * outputs]."""
 
 
 class Attention(Strict):
@@ -109,6 +115,19 @@ class Attention(Strict):
     query_norm: Norm | None = None
     """Norm of each head of queries; of keys likewise."""
     key_norm: Norm | None = None
+    sinks: str | None = None
+    """Name of a score of each query head, float32 [heads], to which no value belongs."""
+
+
+class Routing(Strict):
+    """The choice of experts. The router reads the normalized stream, as the gates do."""
+
+    router: Linear
+    """A score for each expert."""
+    chosen: int = Field(ge=1, le=_MAX_EXPERTS)
+    """Number of experts of a token: those with the highest scores."""
+    is_normalized: bool
+    """Whether the shares of the chosen experts sum up to 1; else those of all experts do."""
 
 
 class Layer(Strict):
@@ -122,6 +141,8 @@ class Layer(Strict):
     output_norm: Norm | None = None
     """Norm of what attention adds to the residual stream."""
     mlp_norm: Norm | None
+    routing: Routing | None = None
+    """None in layers without experts."""
     gate_up: Linear
     """The gate, and below it what is gated."""
     activation: Activation
@@ -131,7 +152,7 @@ class Layer(Strict):
 
 
 class Decoder(Strict):
-    """A dense decoder: embedding, layers, norm and head."""
+    """A decoder: embedding, layers, norm and head."""
 
     dtype: FloatName
     width: Size
@@ -155,15 +176,21 @@ class Decoder(Strict):
         if self.head_dim not in HEAD_DIMS or self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads of {self.head_dim}, {self.num_kv_heads} of keys")
         self._check_linear(self.embedding, self.width, self.vocab_size)
-        queries, gated = self.num_heads * self.head_dim, self.layers[0].down.inputs
-        if gated % TILE:
-            raise ValueError(f"{gated} gated numbers are no multiple of {TILE}")
+        queries = self.num_heads * self.head_dim
         outputs = queries + 2 * self.num_kv_heads * self.head_dim
         for layer in self.layers:
             self._check_linear(layer.heads, self.width, outputs)
             self._check_linear(layer.output, queries, self.width)
-            self._check_linear(layer.gate_up, self.width, 2 * gated)
-            self._check_linear(layer.down, gated, self.width)
+            experts = layer.routing.router.outputs if layer.routing else 1
+            gated = layer.down.inputs
+            if gated % TILE:
+                raise ValueError(f"{gated} gated numbers are no multiple of {TILE}")
+            self._check_linear(layer.gate_up, self.width, 2 * gated, experts)
+            self._check_linear(layer.down, gated, self.width, experts)
+            if layer.routing:
+                self._check_linear(layer.routing.router, self.width, experts)
+                if layer.routing.chosen > experts or layer.down_norm:
+                    raise ValueError(f"{layer.routing.chosen} of {experts} experts, or a norm behind them")
             for norm in (layer.input_norm, layer.output_norm, layer.mlp_norm, layer.down_norm):
                 self._check_norm(norm, self.width)
             attention = layer.attention
@@ -174,14 +201,17 @@ class Decoder(Strict):
             for name in (attention.cos, attention.sin):
                 if name:
                     self._require(name, (self.cache_length, attention.rotated // 2))
+            if attention.sinks:
+                self._require(attention.sinks, (self.num_heads,))
         self._check_norm(self.norm, self.width)
         self._check_linear(self.head, self.width, self.vocab_size)
         return self
 
-    def _check_linear(self, linear: Linear, inputs: int, outputs: int) -> None:
-        if (linear.inputs, linear.outputs) != (inputs, outputs):
-            raise ValueError(f"{linear.weight}: of {linear.inputs} -> {linear.outputs}, expected {inputs} -> {outputs}")
-        rows, step = -(-outputs // TILE), TILE * STEPS[linear.bits]
+    def _check_linear(self, linear: Linear, inputs: int, outputs: int, experts: int = 1) -> None:
+        if (linear.inputs, linear.outputs, linear.experts) != (inputs, outputs, experts):
+            found = f"{linear.inputs} -> {linear.outputs}, {linear.experts} times"
+            raise ValueError(f"{linear.weight}: {found}, expected {inputs} -> {outputs}, {experts} times")
+        rows, step = experts * -(-outputs // TILE), TILE * STEPS[linear.bits]
         if inputs % TILE:
             raise ValueError(f"{linear.weight}: {inputs} inputs are no multiple of {TILE}")
         steps = -(-inputs // step)
@@ -193,7 +223,7 @@ class Decoder(Strict):
                 self._require(str(name), (rows, steps, TILE * step // linear.group), "uint16")
             self._require(str(linear.units), (rows * TILE,))
         if linear.bias:
-            self._require(linear.bias, (outputs,))
+            self._require(linear.bias, (experts * outputs,))
 
     def _check_norm(self, norm: Norm | None, width: int) -> None:
         if norm:

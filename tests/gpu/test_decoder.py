@@ -7,7 +7,7 @@ import re
 import pytest
 
 from specrun.devices.cuda import compile_kernels
-from specrun.gpu.decoder.kernels import CHUNK, source, threads
+from specrun.gpu.decoder.kernels import CHUNK, Formats, source, threads
 from tests.gpu.kernels.test_kernels import ARCHITECTURES
 
 FORMS = ["16_1_0_0", "8_2_0_0", "8_2_1_0", "4_2_0_0", "4_2_1_0", "8_1_0_0", "4_1_1_0", "8_2_0_1", "4_1_0_1"]
@@ -28,14 +28,16 @@ def test_compiles_for_gpus(architecture: str, head_dim: int, dtype: str) -> None
     assert {each[0] for each in COMPILED} == set(ARCHITECTURES)
     # All formats for one kind of GPU, and for the others those whose instructions are newest.
     forms = FORMS if (architecture, head_dim) == ("sm_90", 128) else ["16_1_0_0", "4_1_0_1"]
-    cubin = bytes(compile_kernels(architecture, source(dtype, head_dim, forms, forms)).code)
+    formats = Formats(forms, forms, ["4_2_0_1"])  # gpt-oss's experts.
+    cubin = bytes(compile_kernels(architecture, source(dtype, head_dim, formats)).code)
     assert cubin[:4] == b"\x7fELF"
-    for kernel in threads(forms, forms):
+    for kernel in threads(formats):
         assert kernel.encode() + b"\0" in cubin
 
 
 def test_the_host_knows_the_sizes_of_blocks() -> None:
-    text, count = source("float16", 64, FORMS, FORMS), threads(FORMS, FORMS)
+    formats = Formats(FORMS, FORMS)
+    text, count = source("float16", 64, formats), threads(formats)
     sizes = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)}
     assert sizes["ATTENDING_WARPS"] * sizes["SPAN"] == CHUNK
     assert sizes["ATTENDING_WARPS"] * 32 == count["attention"]

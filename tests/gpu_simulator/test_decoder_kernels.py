@@ -31,12 +31,17 @@ from specrun.request.request import Request
 from specrun.sampling.sampler import Floats, SamplingParams
 from tests.gpu_simulator import gpus
 from tests.helpers.engines import make_engine, make_onnx, once, redescribe
+from tests.helpers.experts import int8_channels, mxfp4
 from tests.helpers.families import VOCAB, save_checkpoint
 from tests.helpers.parity import forward
 from tests.helpers.tables import decode
 
-FAMILIES = ("llama3.2", "tinyllama", "mistral", "gemma", "gemma2", "gemma3", "phi3-longrope", "qwen2", "qwen3")
-"""Those whose layers differ: tied embeddings, one head of keys, windows, many norms, caps, joined weights, biases."""
+FAMILIES = (
+    *("llama3.2", "tinyllama", "mistral", "gemma", "gemma2", "gemma3", "phi3-longrope", "qwen2", "qwen3"),
+    *("mixtral", "qwen3_moe", "gpt_oss"),
+)
+"""Those whose layers differ: tied embeddings, one head of keys, windows, many norms, caps, joined weights, biases,
+experts, sinks."""
 LENGTH = 300
 """Tokens of a text: more than two blocks of attention see them."""
 
@@ -87,15 +92,18 @@ def engine_of(shared: Path) -> Callable[..., Path]:
         length: int = 112,
         qformat: str = "auto",
         group_size: int | None = None,
+        **changes: Any,
     ) -> Path:
         def make(directory: Path) -> None:
-            changes: Any = {"max_position_embeddings": 512} if length > 112 else {}
+            if length > 112:
+                changes["max_position_embeddings"] = 512
             hf = save_checkpoint(directory / "hf", family, seed, getattr(torch, dtype), **changes)
             onnx = make_onnx(hf, directory / "onnx", verify=False, qformat=qformat, group_size=group_size)
             sizes: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 64, "max_draft_len": 7}
             make_engine(onnx, directory / "engine", backend="cuda", max_seq_len=length, **sizes)
 
-        return once(shared / "cuda" / f"{family}.{dtype}.{seed}.{length}.{qformat}.{group_size}", make) / "engine"
+        name = ".".join(map(str, (family, dtype, seed, length, qformat, group_size, *changes.values())))
+        return once(shared / "cuda" / name, make) / "engine"
 
     return engine
 
@@ -121,21 +129,22 @@ def test_logits_are_those_of_transformers(engine_of: Callable[..., Path], family
         assert np.abs(found - np.stack(reference)).max() < DTYPES[dtype].tolerance * scale
 
 
-@pytest.mark.quick("int4-bfloat16", "int8-float16", "nvfp4_wo-float16")
+@pytest.mark.quick("llama3.2-int4-bfloat16", "llama3.2-int8-float16", "gpt_oss-nvfp4_wo-float16")
 @pytest.mark.parametrize(
-    ("qformat", "dtype"),
+    ("family", "qformat", "dtype"),
     [
-        *(("int8", "float16"), ("int8", "bfloat16"), ("int4", "bfloat16"), ("int4_sym", "float16")),
-        *(("fp8_wo", "bfloat16"), ("nvfp4_wo", "float16")),
+        *(("llama3.2", "int8", "float16"), ("llama3.2", "int8", "bfloat16"), ("llama3.2", "int4", "bfloat16")),
+        *(("llama3.2", "int4_sym", "float16"), ("llama3.2", "fp8_wo", "bfloat16"), ("llama3.2", "nvfp4_wo", "float16")),
+        *(("gpt_oss", "int4", "bfloat16"), ("gpt_oss", "nvfp4_wo", "float16"), ("mixtral", "int8", "float16")),
     ],
 )
-def test_logits_of_weights_in_few_bits(engine_of: Callable[..., Path], qformat: str, dtype: str) -> None:
+def test_logits_of_weights_in_few_bits(engine_of: Callable[..., Path], family: str, qformat: str, dtype: str) -> None:
     """Those of the CPU, whose products round inputs to 8 bits; tied embeddings are looked up in the head's codes.
 
     One of them has groups of 16, as GGUF's Q6_K.
     """
     group_size = 16 if (qformat, dtype) == ("int8", "bfloat16") else None
-    engine = engine_of("llama3.2", dtype, qformat=qformat, group_size=group_size)
+    engine = engine_of(family, dtype, qformat=qformat, group_size=group_size)
     ids = np.random.default_rng(1).integers(1, VOCAB, (1, 12))
     with opened(engine) as passes:
         found = passes.run(ids, [0], [range(4, 12)])
@@ -148,7 +157,7 @@ def test_logits_of_weights_in_few_bits(engine_of: Callable[..., Path], qformat: 
     assert np.abs(found - expected).max() < 0.04 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("family", ["tinyllama", "gemma3"])
+@pytest.mark.parametrize("family", ["tinyllama", "gemma3", "gpt_oss"])
 def test_bits_do_not_depend_on_what_a_pass_has_beside(
     engine_of: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,11 +181,55 @@ def test_bits_do_not_depend_on_what_a_pass_has_beside(
             places += width - dice.integers(0, 2, 3) * (width > 3)  # Some tokens are fed again.
 
 
+def test_many_experts(engine_of: Callable[..., Path]) -> None:
+    """More than a warp has lanes, and more tokens for some than a block has."""
+    changes: Any = {"num_experts": 40, "num_experts_per_tok": 5, "norm_topk_prob": True}
+    engine = engine_of("qwen3_moe", **changes)
+    model: Any = AutoModelForCausalLM.from_pretrained(engine.parent / "hf", attn_implementation="eager").float()
+    ids = np.random.default_rng(4).integers(1, VOCAB, (2, 60))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits.numpy()[:, 52:]
+    with opened(engine) as passes:
+        whole = passes.run(ids, [0, 0], [range(52, 60)] * 2)
+        alone = [passes.run(ids[1:, at : at + 1], [at], [[0]], first=2)[0, 0] for at in range(60)]
+    assert np.array_equal(whole[1], np.stack(alone[52:]))
+    # Where two experts are nearly as good, rounding decides which of them a token takes.
+    differences = np.abs(whole - expected).max(-1) / np.abs(expected).max()
+    assert np.median(differences) < DTYPES["bfloat16"].tolerance
+
+
+def test_scores_of_experts_that_are_no_numbers(engine_of: Callable[..., Path]) -> None:
+    """Logits are none either, so the request fails. No memory beyond the experts' is read."""
+    with opened(engine_of("mixtral")) as passes:
+        backend: Any = passes.backend
+        router = backend.kernels.weights[backend.decoder.layers[0].routing.router.weight]
+        backend.device.write(router, np.full(router.shape, 0x7FFF, np.uint16))
+        assert np.isnan(passes.run([[5, 9, 200]], [0], [[0, 1, 2]])).all()
+
+
+@pytest.mark.parametrize(("family", "stored_as"), [("gpt_oss", mxfp4), ("mixtral", int8_channels)])
+def test_experts_as_other_tools_store_them(tmp_path: Path, family: str, stored_as: Callable[[Path], object]) -> None:
+    """Logits are nearly those of the CPU, whose products round inputs to 8 bits."""
+    hf = save_checkpoint(tmp_path / "hf", family, 1, torch.bfloat16, intermediate_size=512)
+    stored_as(hf)
+    onnx = make_onnx(hf, tmp_path / "onnx", verify=False)
+    ids = np.random.default_rng(1).integers(1, VOCAB, (1, 12))
+    with opened(make_engine(onnx, tmp_path / "cuda", backend="cuda", max_draft_len=7)) as passes:
+        found = passes.run(ids, [0], [range(4, 12)])
+    cpu = make_engine(onnx, tmp_path / "cpu", max_draft_len=7)
+    backend = open_host_backend(cpu, open_engine(cpu), 0)
+    backend.resize(1, 64, 0)
+    expected = forward(backend, ids, [0], [range(4, 12)])
+    assert np.median(np.abs(found - expected).max(-1)) < 0.04 * np.abs(expected).max()
+
+
 def test_texts_with_drafts_are_the_targets_own(engine_of: Callable[..., Path]) -> None:
     """To the bit, log-probabilities too: random requests in batches that come and go, with random drafters."""
     target, drafts = engine_of("llama3.2"), [engine_of("llama3.2", seed=2), engine_of("qwen3", seed=2)]
     tally = fuzz(target, [*drafts, target], 48, seed=1)
+    experts = fuzz(engine_of("gpt_oss"), [engine_of("gpt_oss"), drafts[1]], 16, seed=1)
     assert (tally.different_texts, tally.different_logprobs) == (0, 0)
+    assert (experts.different_texts, experts.different_logprobs) == (0, 0) and experts.accepted > 10
     assert tally.accepted > 50
     with SpeculativeDecoder.open(target, drafts[0], DraftTargetConfig(3, cuda_graph=False)) as decoder:
         assert not decoder.notes
@@ -216,6 +269,8 @@ def test_a_real_model(shared: Path) -> None:
         (("layers", 0, "heads", "outputs"), 1 << 20, "expected"),
         (("tensors", "model.model.norm.weight", "shape"), [1], "expected float32"),
         (("num_kv_heads",), 3, "heads of"),
+        (("layers", 0, "routing", "chosen"), 5, "5 of 4 experts"),
+        (("layers", 0, "gate_up", "experts"), 5, "5 times, expected"),
         (("dtype",), "float16", "describes another engine"),
         (("unknown",), 1, "Extra inputs"),
     ],
@@ -224,7 +279,7 @@ def test_layers_that_do_not_fit_together_are_refused(
     engine_of: Callable[..., Path], tmp_path: Path, where: tuple[Any, ...], value: Any, says: str
 ) -> None:
     """Before any kernel reads beyond its memory."""
-    shutil.copytree(engine_of("qwen3"), tmp_path / "engine")
+    shutil.copytree(engine_of("qwen3_moe"), tmp_path / "engine")
     path = tmp_path / "engine" / LAYERS_NAME
     layers = json.loads(path.read_text())
     *outer, last = where
@@ -252,10 +307,11 @@ def test_rounds_may_be_wider_than_prompts(engine_of: Callable[..., Path], tmp_pa
     assert np.array_equal(found, expected)
 
 
-def test_kernels_run_backwards_too(engine_of: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_kernels_run_backwards_too(engine_of: Callable[..., Path], family: str) -> None:
     """Threads and blocks in the opposite order, in which the last block is another one."""
     ids = np.random.default_rng(5).integers(1, VOCAB, (2, 40))
-    with opened(engine_of("gemma3")) as passes:
+    with opened(engine_of(family)) as passes:
         expected = passes.run(ids, [0, 0], [range(32, 40)] * 2)
         with gpus.backwards():
             found = passes.run(ids, [0, 0], [range(32, 40)] * 2)

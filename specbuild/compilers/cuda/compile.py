@@ -19,10 +19,13 @@ from pydantic import ValidationError
 
 from specbuild.compilers import Compiled
 from specbuild.compilers.cpu.attention import fuse_cached_attention
+from specbuild.compilers.cpu.experts import use_chosen_experts
 from specbuild.compilers.cpu.fusions import fuse_into_products
 from specbuild.compilers.cpu.products import use_own_products
 from specbuild.compilers.cpu.wanted import take_wanted_tokens_first
-from specbuild.compilers.cuda.layers import Tensors, UnsupportedLayerError, read_embedding, read_head, read_layers
+from specbuild.compilers.cuda.layers import read_embedding, read_head, read_layers
+from specbuild.compilers.cuda.nodes import UnsupportedLayerError
+from specbuild.compilers.cuda.tensors import Tensors
 from specbuild.compilers.cuda.tiles import UnsupportedWeightError, pack_for_gpu
 from specbuild.compilers.graph_io import describe_io
 from specbuild.graph import ops as graphs
@@ -44,7 +47,7 @@ _ADVICE = "build with --backend tensorrt, or --backend onnxruntime --device cuda
 def compile_layers(
     checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
 ) -> Compiled:
-    """The ``Compiler`` of dense decoders: write their layers and their weights."""
+    """The ``Compiler`` for specrun's own CUDA kernels: write the layers of a decoder and its weights."""
     if graph.dtype not in _DTYPES:
         raise BuildError(
             f"{checkpoint}: tensor cores multiply 16-bit numbers; convert with --dtype bfloat16 or float16"
@@ -52,14 +55,14 @@ def compile_layers(
     if graph.kv_cache_dtype:
         raise BuildError(f"{checkpoint}: --backend cuda has no caches in few bits yet; {_ADVICE}")
     if graph.features or graph.states:
-        raise BuildError(f"{checkpoint}: --backend cuda runs dense decoders, without a draft head; {_ADVICE}")
+        raise BuildError(f"{checkpoint}: --backend cuda runs no recurrent layers and no draft heads; {_ADVICE}")
     model = ir.load(checkpoint / GRAPH_NAME)
     io = describe_io(model)
     try:
         decoder, tensors = _read(model, graph, build)
     except (UnsupportedLayerError, UnsupportedWeightError, ValidationError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise BuildError(f"{checkpoint}: --backend cuda runs dense decoders only: {reason}; {_ADVICE}") from error
+        raise BuildError(f"{checkpoint}: --backend cuda cannot run this model: {reason}; {_ADVICE}") from error
     advance(0.1)
     with (output / LAYER_WEIGHTS_NAME).open("wb") as file:
         for stored, numbers in _in_order(decoder, tensors):
@@ -81,6 +84,7 @@ def _read(model: ir.Model, graph: GraphInfo, build: BuildConfig) -> tuple[Decode
     dtype = _DTYPES[graph.dtype]
     graphs.widen_to_float32(model)
     graphs.drop_activation_rounding(model)
+    use_chosen_experts(model)
     take_wanted_tokens_first(model)
     use_own_products(model, pack_for_gpu(dtype))
     RemoveUnusedNodesPass()(model)

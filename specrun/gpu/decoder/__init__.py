@@ -1,1 +1,1 @@
-"""Engines of specrun's own CUDA kernels: a dense decoder, five kernels a layer."""
+"""Engines of specrun's own CUDA kernels: a decoder, five kernels a layer."""

@@ -1,4 +1,4 @@
-"""Runs a dense decoder by specrun's own kernels. Its logits are the same bits for every division into passes."""
+"""Runs a decoder by specrun's own kernels. Its logits are the same bits for every division into passes."""
 
 from __future__ import annotations
 
@@ -83,8 +83,12 @@ class CudaBackend(DeviceBackend):
             kernels.project_heads(tokens, layer, keys, values)
             kernels.attend(tokens, layer.attention, keys, values)
             kernels.add_projected(buffers.attended, count, layer.output, layer.output_norm)
-            kernels.project_gated(count, layer)
-            kernels.add_projected(buffers.gated, count, layer.down, layer.down_norm)
+            if layer.routing:
+                kernels.choose_experts(count, layer, layer.routing)
+                kernels.add_experts(count, layer, layer.routing)
+            else:
+                kernels.project_gated(count, layer)
+                kernels.add_projected(buffers.gated, count, layer.down, layer.down_norm)
         kernels.keep_wanted(tokens, feed)
 
     @override
@@ -110,17 +114,27 @@ class CudaBackend(DeviceBackend):
         blocks = [(tokens.rows * decoder.num_kv_heads, *attention_blocks(decoder, tokens)) for tokens in passes]
         partial = max((math.prod(block) for block in blocks if block[2] > 1), default=1)
         counters = max(max(row_heads * tiles for row_heads, tiles, _ in blocks), heads * -(-count // 8))
+        mixtures = [layer.routing for layer in decoder.layers if layer.routing]
+        experts = max((routing.router.outputs for routing in mixtures), default=1)
+        pairs = count * max((routing.chosen for routing in mixtures), default=1)
+        projected = max(count * max(heads * decoder.head_dim, decoder.width), pairs * decoder.width)
+        gated = (layer.down.inputs * (pairs if layer.routing else count) for layer in decoder.layers)
         return [
             ((count, decoder.width), np.float32),
             ((count,), np.int32),
             ((count,), np.int32),
-            ((count, max(heads * decoder.head_dim, decoder.width)), np.float32),
+            ((projected,), np.float32),
             ((count, queries), np.uint16),
             ((count, queries), np.uint16),
-            ((count, decoder.layers[0].down.inputs), np.uint16),
+            ((max(gated),), np.uint16),
             ((partial, partial_size(decoder)), np.float32),
             ((counters,), np.uint32),
             ((rows * round_len, decoder.width), np.float32),
+            ((count, experts), np.float32),
+            ((pairs,), np.int32),
+            ((pairs,), np.float32),
+            ((experts, count), np.int32),
+            ((experts,), np.int32),
         ]
 
 

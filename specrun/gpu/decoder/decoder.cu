@@ -1,4 +1,4 @@
-// The layers of a dense decoder: five kernels a layer, each weight read once for all tokens of a pass.
+// The layers of a decoder: five kernels a layer, without experts, each weight read once for all tokens of a pass.
 //
 // A pass is a list of tokens; `rows` and `positions` say where each stands in the cache. The residual stream is
 // float32, as sums are. What products multiply is in 16 bits, and so are keys and values.
@@ -64,10 +64,13 @@ constexpr f32 LOG2_E = 1.4426950408889634f;
 
 FUNCTION f32 tanh_of(f32 value) { return 1 - 2 / (exp2_of(2 * LOG2_E * value) + 1); }
 
-// The activation of a gate, as `ACTIVATIONS` in layers.py numbers it.
-FUNCTION f32 activate(f32 gate, int kind) {
-  if (kind == 0) return gate / (1 + exp2_of(-LOG2_E * gate));  // SiLU
-  return 0.5f * gate * (1 + tanh_of(0.7978845608028654f * (gate + 0.044715f * gate * gate * gate)));  // GELU by tanh
+// What a gate makes of `up`, as `ACTIVATIONS` in layers.py numbers it.
+FUNCTION f32 activate(f32 gate, f32 up, int kind) {
+  if (kind == 0) return gate / (1 + exp2_of(-LOG2_E * gate)) * up;  // SiLU
+  if (kind == 1)                                                    // GELU by tanh
+    return 0.5f * gate * (1 + tanh_of(0.7978845608028654f * (gate + 0.044715f * gate * gate * gate))) * up;
+  f32 bounded = fminf(gate, 7);  // gpt-oss
+  return (fminf(fmaxf(up, -7), 7) + 1) * (bounded / (1 + exp2_of(-1.702f * LOG2_E * bounded)));
 }
 
 FUNCTION f32 soften(f32 value, f32 cap) { return cap > 0 ? cap * tanh_of(value / cap) : value; }
@@ -319,13 +322,15 @@ struct Sums {
     }
   }
 
-  // Of each of the tiles.
-  FUNCTION void at(const Format& weight, const int (&tiles)[TILES], int token, int row, f32 (&sums)[TILES]) const {
+  // Of a row of each of the tiles, or with `alternate` of TILES rows side by side.
+  FUNCTION void at(const Format& weight, const int (&tiles)[TILES], int token, int row, bool alternate,
+                   f32 (&sums)[TILES]) const {
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
+      int from = alternate ? row * TILES + i : i * TILE + row;
       sums[i] = 0;
-      for (int warp = 0; warp < WARPS; warp++) sums[i] += parts[warp][token][i * TILE + row];
-      if constexpr (Format::IS_SCALED) sums[i] *= weight.units[tiles[i] * TILE + row];
+      for (int warp = 0; warp < WARPS; warp++) sums[i] += parts[warp][token][from];
+      if constexpr (Format::IS_SCALED) sums[i] *= weight.units[tiles[from / TILE] * TILE + from % TILE];
     }
   }
 };
@@ -333,29 +338,36 @@ struct Sums {
 // A block has 16 rows of the weight (of each of TILES matrices) and GROUPS * 8 tokens. One thread calls
 // finish(token, row, sums) of each token and row.
 template <int TILES, int GROUPS, class Tokens, class Format, class Finish>
-FUNCTION void multiply(const Tokens& x, const Format& weight, const int (&tiles)[TILES], int tokens, Finish finish) {
+FUNCTION void multiply(const Tokens& x, const Format& weight, const int (&tiles)[TILES], int tokens, Finish finish,
+                       bool alternate = false) {
   __shared__ f32 parts[WARPS][GROUPS * GROUP][TILES * TILE];
   Sums<Format, TILES, GROUPS> sums{parts};
   int first = blockIdx.y * GROUPS * GROUP;
   sums.compute(x, weight, tiles, first, tokens);
   for (int i = threadIdx.x; i < GROUPS * GROUP * TILE && first + i / TILE < tokens; i += WARPS * 32) {
     f32 totals[TILES];
-    sums.at(weight, tiles, i / TILE, i % TILE, totals);
-    finish((i64)first + i / TILE, tiles[0] * TILE + i % TILE, totals);
+    sums.at(weight, tiles, i / TILE, i % TILE, alternate, totals);
+    finish((i64)first + i / TILE, blockIdx.x * TILE + i % TILE, totals);
   }
 }
 
-template <int GROUPS>
-FUNCTION Normalized normalize(const f32* x, const f32* gamma, f32 epsilon, int length, int tokens) {
+// token_of: the tokens of the grid, whose number they are in x.
+template <int GROUPS, class TokenOf>
+FUNCTION Normalized normalize(const f32* x, const f32* gamma, f32 epsilon, int length, int tokens, TokenOf token_of) {
   __shared__ f32 scales[GROUPS * GROUP];
   int first = blockIdx.y * GROUPS * GROUP;
   for (int slot = threadIdx.x / 32; gamma && slot < GROUPS * GROUP && first + slot < tokens; slot += WARPS) {
-    const f32* token = x + (i64)(first + slot) * length;
+    const f32* token = x + token_of(first + slot) * length;
     f32 squares = squares_of([&](int k) { return token[k]; }, length);
     if (threadIdx.x % 32 == 0) scales[slot] = reciprocal_rms(squares, length, epsilon);
   }
   __syncthreads();
   return {x, gamma, epsilon, scales};
+}
+
+template <int GROUPS>
+FUNCTION Normalized normalize(const f32* x, const f32* gamma, f32 epsilon, int length, int tokens) {
+  return normalize<GROUPS>(x, gamma, epsilon, length, tokens, [](i64 token) { return token; });
 }
 
 struct Rotation {
@@ -421,7 +433,7 @@ FUNCTION void project_gated(GATED_PARAMETERS) {
   Format weight{numbers, scales, units, offsets, length};
   Normalized x = normalize<GROUPS>(stream, gamma, epsilon, length, tokens);
   multiply<2, GROUPS>(x, weight, tiles, tokens, [&](i64 token, int row, const f32* sums) {
-    gated[token * outputs + row] = narrow(activate(sums[0], activation) * sums[1]);
+    gated[token * outputs + row] = narrow(activate(sums[0], sums[1], activation));
   });
 }
 
@@ -604,10 +616,11 @@ struct Attention {
 // Attention of tokens [rows of the pass, row_tokens] over their caches, in 16 bits, to `attended` [tokens, heads,
 // HEAD_DIM]. Blocks: x has a head of keys and 16 of the queries that read it, y a row. Where z has a block for each
 // CHUNK of positions, the last of them adds up what they have; else one block reads all chunks. Both add in one order.
+// sinks: a score of each head beside those of positions, which adds to the sum of weights alone.
 KERNEL(ATTENDING_WARPS * 32)
 attention(const u16* queries, const u16* keys, const u16* values, const int* rows, const int* positions, int row_tokens,
-          int heads, int kv_heads, int cache_length, int window, f32 scale, f32 cap, f32* partial, u32* counters,
-          u16* attended) {
+          int heads, int kv_heads, int cache_length, int window, f32 scale, f32 cap, const f32* sinks, f32* partial,
+          u32* counters, u16* attended) {
   __shared__ f32 exchanged[Attended::SIZE * 32], before[Attended::SIZE * 32];  // Of a warp; of the chunks before.
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int shared_by = heads / kv_heads, tiles = (row_tokens * shared_by + QUERIES - 1) / QUERIES;
@@ -661,9 +674,10 @@ attention(const u16* queries, const u16* keys, const u16* values, const int* row
   }
   for (int row = 0; warp == 0 && row < 2; row++) {
     if (block.position[row] < 0) continue;
+    f32 total = all.total[row];
+    if (sinks) total += exp2_of(sinks[kv_head * shared_by + (first + g + 8 * row) % shared_by] * LOG2_E - all.top[row]);
 #pragma unroll
     for (int tile = 0; tile < HEAD_DIM / 16; tile++) {
-      f32 total = all.total[row];
       const f32 *even = all.sums[2 * tile] + 2 * row, *odd = all.sums[2 * tile + 1] + 2 * row;
       uint2 numbers = {narrow_pair(even[0] / total, odd[0] / total), narrow_pair(even[1] / total, odd[1] / total)};
       *(uint2*)(attended + offsets[row] + tile * 16) = numbers;

@@ -1,16 +1,17 @@
-"""The kernels in ``decoder.cu``. A method queues each, in the order of a forward pass."""
+"""The kernels in ``decoder.cu`` and ``experts.cu``. A method queues each, in the order of a forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import resources
+from typing import NamedTuple
 
 import numpy as np
 
 from specrun.devices import DeviceArray, Grid
 from specrun.devices.cuda import CudaDevice
-from specrun.engine_dir.layers import ACTIVATIONS, TILE, Attention, Decoder, Layer, Linear, Norm
+from specrun.engine_dir.layers import ACTIVATIONS, TILE, Attention, Decoder, Layer, Linear, Norm, Routing
 from specrun.gpu.backend import Feed
 
 CHUNK = 128
@@ -18,29 +19,54 @@ CHUNK = 128
 _QUERIES = 16
 _BLOCK_TOKENS = 32
 _FEW_TOKENS = 8
+_BLOCKS = (_FEW_TOKENS, _BLOCK_TOKENS)
 _NONE = DeviceArray(0, (0,), np.dtype(np.float32))
 
 _PRODUCTS = ("heads", "gated", "added", "logits")
+_EXPERT_PRODUCTS = ("gated_pairs", "pairs")
 
 
-def threads(products: Collection[str], tables: Collection[str]) -> dict[str, int]:
-    """Threads per block of each kernel. products, tables: formats of the weights of linear layers, and of tables."""
-    kinds = [f"{product}_{tokens}" for product in _PRODUCTS for tokens in (_FEW_TOKENS, _BLOCK_TOKENS)]
+class Formats(NamedTuple):
+    """Formats of a decoder's weights, by what reads them."""
+
+    products: Collection[str]
+    tables: Collection[str]
+    experts: Collection[str] = ()
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> Formats:
+        """Those of a decoder."""
+        products, experts = {format_of(decoder.head)}, set[str]()
+        for layer in decoder.layers:
+            products |= {format_of(layer.heads), format_of(layer.output)}
+            (experts if layer.routing else products).update(map(format_of, (layer.gate_up, layer.down)))
+            products |= {format_of(layer.routing.router)} if layer.routing else set()
+        return cls(sorted(products), [format_of(decoder.embedding)], sorted(experts))
+
+
+def threads(formats: Formats) -> dict[str, int]:
+    """Threads per block of each kernel."""
+    by_product = [(_PRODUCTS, formats.products), (_EXPERT_PRODUCTS, formats.experts)]
+    kinds = [(f"{name}_{tokens}", forms) for names, forms in by_product for name in names for tokens in _BLOCKS]
+    experts = {"choose_experts": 32, "list_pairs": 32, "add_pairs": 128} if formats.experts else {}
     return {
-        **{f"{kind}_{form}": 256 for kind in kinds for form in products},
-        **{f"begin_{form}": 128 for form in tables},
+        **{f"{kind}_{form}": 256 for kind, forms in kinds for form in forms},
+        **{f"begin_{form}": 128 for form in formats.tables},
         **dict.fromkeys(("attention", "add_normalized", "keep_wanted"), 128),
+        **experts,
     }
 
 
-def source(dtype: str, head_dim: int, products: Collection[str], tables: Collection[str]) -> str:
-    """The text of ``decoder.cu``, between what is constant in an engine and the formats of its weights."""
-    text = (resources.files(__package__) / "decoder.cu").read_text(encoding="utf-8")
-    constants = f"#define HEAD_DIM {head_dim}\n#define BFLOAT16 {int(dtype == 'bfloat16')}\n"
-    kinds = [f"using Weight_{form} = Weight<{form.replace('_', ', ')}>;" for form in sorted({*products, *tables})]
-    kinds += [f"PRODUCTS({form})" for form in products]
-    kinds += [f"EMBEDDING({form})" for form in tables]
-    return "\n".join([f'{constants}#line 1 "decoder.cu"', text, *kinds, ""])
+def source(dtype: str, head_dim: int, formats: Formats) -> str:
+    """The kernels' text, between what is constant in an engine and the formats of its weights."""
+    lines = [f"#define HEAD_DIM {head_dim}", f"#define BFLOAT16 {int(dtype == 'bfloat16')}"]
+    for name in ("decoder.cu", "experts.cu") if formats.experts else ("decoder.cu",):
+        lines += [f'#line 1 "{name}"', (resources.files(__package__) / name).read_text(encoding="utf-8")]
+    names = sorted({*formats.products, *formats.tables, *formats.experts})
+    lines += [f"using Weight_{form} = Weight<{form.replace('_', ', ')}>;" for form in names]
+    for macro, forms in zip(("PRODUCTS", "EMBEDDING", "EXPERTS"), formats, strict=True):
+        lines += [f"{macro}({form})" for form in forms]
+    return "\n".join([*lines, ""])
 
 
 def format_of(linear: Linear) -> str:
@@ -75,19 +101,29 @@ class Buffers:
     positions: DeviceArray
     """[tokens] int32"""
     projected: DeviceArray
-    """[tokens, outputs] float32"""
+    """[tokens, outputs] or [pairs, outputs] float32"""
     queries: DeviceArray
     """[tokens, heads, head_dim] in 16 bits"""
     attended: DeviceArray
     """[tokens, heads, head_dim] in 16 bits"""
     gated: DeviceArray
-    """[tokens, inputs of down] in 16 bits"""
+    """[tokens, inputs of down] in 16 bits; [pairs, ..] of pairs of a token and an expert"""
     partial: DeviceArray
     """float32: parts of attention"""
     counters: DeviceArray
     """uint32, zeros"""
     wanted: DeviceArray
     """[B * K, width] float32: the stream of tokens whose logits are wanted"""
+    scores: DeviceArray
+    """[tokens, experts] float32"""
+    choices: DeviceArray
+    """[pairs] int32: experts"""
+    shares: DeviceArray
+    """[pairs] float32"""
+    lists: DeviceArray
+    """[experts, tokens] int32: pairs of each expert"""
+    counts: DeviceArray
+    """[experts] int32: number of pairs of each expert"""
 
 
 class DecoderKernels:
@@ -99,12 +135,9 @@ class DecoderKernels:
         self.weights = weights
         self.buffers: Buffers
         """Memory between kernels; set before the first launch."""
-        linears = [decoder.head]
-        for layer in decoder.layers:
-            linears += [layer.heads, layer.output, layer.gate_up, layer.down]
-        forms = sorted(set(map(format_of, linears))), [format_of(decoder.embedding)]
+        formats = Formats.of(decoder)
         self._prefix = f"{decoder.dtype}, heads of {decoder.head_dim}: "  # Two engines of a device may differ.
-        device.add_kernels(source(decoder.dtype, decoder.head_dim, *forms), threads(*forms), prefix=self._prefix)
+        device.add_kernels(source(decoder.dtype, decoder.head_dim, formats), threads(formats), prefix=self._prefix)
 
     def begin(self, tokens: Tokens, feed: Feed, first_cache_row: int) -> None:
         """Look up the embeddings of ``tokens``, and their rows and positions in the cache."""
@@ -148,7 +181,8 @@ class DecoderKernels:
             (decoder.num_kv_heads * tiles, tokens.rows, chunks),
             *(buffers.queries, keys, values, buffers.rows, buffers.positions, tokens.row_tokens),
             *(decoder.num_heads, decoder.num_kv_heads, decoder.cache_length, attention.window),
-            *(_bits(attention.scale), _bits(attention.softcap), buffers.partial, buffers.counters, buffers.attended),
+            *(_bits(attention.scale), _bits(attention.softcap), self._tensor(attention.sinks)),
+            *(buffers.partial, buffers.counters, buffers.attended),
         )
 
     def add_projected(self, inputs: DeviceArray, count: int, linear: Linear, norm: Norm | None) -> None:
@@ -170,6 +204,45 @@ class DecoderKernels:
             "gated", linear, outputs, count, buffers.stream, *self._norm(layer.mlp_norm), *sizes, buffers.gated
         )
 
+    def choose_experts(self, count: int, layer: Layer, routing: Routing) -> None:
+        """Choose the experts of each token by the normalized stream, and list the pairs of each expert."""
+        buffers, router = self.buffers, routing.router
+        arguments = (buffers.stream, *self._norm(layer.mlp_norm), router.inputs, count, router.outputs)
+        self._product("logits", router, router.outputs, count, *arguments, _bits(0), buffers.scores)
+        chosen = (router.outputs, routing.chosen, int(routing.is_normalized))
+        self._launch(
+            "choose_experts",
+            (count, 1, 1),
+            *(buffers.scores, self._tensor(router.bias), *chosen, buffers.choices, buffers.shares),
+        )
+        lists = (buffers.choices, count, routing.chosen, buffers.lists, buffers.counts)
+        self._launch("list_pairs", (router.outputs, 1, 1), *lists)
+
+    def add_experts(self, count: int, layer: Layer, routing: Routing) -> None:
+        """Add the weighted sum of the chosen experts' MLPs to the stream."""
+        buffers, gate_up, down = self.buffers, layer.gate_up, layer.down
+        outputs = gate_up.outputs // 2
+        sizes = (gate_up.inputs, count, outputs, ACTIVATIONS.index(layer.activation), int(gate_up.alternates))
+        of_experts = (buffers.lists, buffers.counts)
+        self._product(
+            "gated_pairs",
+            gate_up,
+            outputs,
+            count,
+            *(self._tensor(gate_up.bias), buffers.stream, *self._norm(layer.mlp_norm), *sizes),
+            *(routing.chosen, *of_experts, buffers.gated),
+        )
+        self._product(
+            "pairs",
+            down,
+            down.outputs,
+            count,
+            *(self._tensor(down.bias), buffers.gated, down.inputs, count, down.outputs),
+            *(*of_experts, buffers.projected),
+        )
+        summed = (buffers.projected, buffers.shares, routing.chosen, down.outputs, buffers.stream)
+        self._launch("add_pairs", (count, 1, 1), *summed)
+
     def keep_wanted(self, tokens: Tokens, feed: Feed) -> None:
         """Keep the stream of those of ``tokens`` whose logits are wanted."""
         buffers, (batch, num_logits) = self.buffers, feed.logits_indices.shape
@@ -189,7 +262,7 @@ class DecoderKernels:
 
     def _product(self, name: str, linear: Linear, outputs: int, count: int, *arguments: DeviceArray | int) -> None:
         block = _FEW_TOKENS if count <= _FEW_TOKENS else _BLOCK_TOKENS
-        grid = (-(-outputs // TILE), -(-count // block), 1)
+        grid = (-(-outputs // TILE), -(-count // block), linear.experts)
         self._launch(f"{name}_{block}_{format_of(linear)}", grid, *self._weight(linear), *arguments)
 
     def _launch(self, name: str, grid: Grid, *arguments: DeviceArray | int) -> None:
