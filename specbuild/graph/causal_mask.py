@@ -31,12 +31,15 @@ class SeenKeys(NamedTuple):
     """The most keys, the last ones; 0: no limit."""
     chunk: int = 0
     """Positions of a chunk, outside of which no key is seen; 0: there are no chunks."""
+    first: int = 0
+    """Position of the first key that later queries see: a head's first token has no feature before it."""
 
 
 _OPERATORS: dict[str, Callable[..., Array]] = {
     "Add": np.add,
     "Sub": np.subtract,
     "And": np.logical_and,
+    "Or": np.logical_or,
     "Less": np.less,
     "LessOrEqual": np.less_equal,
     "Greater": np.greater,
@@ -50,8 +53,8 @@ _OPERATORS: dict[str, Callable[..., Array]] = {
     "Squeeze": lambda value, axes=None: np.squeeze(value, None if axes is None else tuple(axes)),
     "Unsqueeze": lambda value, axes: np.expand_dims(value, tuple(axes)),
 }
-"""What a mask may consist of: comparisons of sums of positions, keys and constants, joined by ``And``; and of their
-quotients, in whole numbers, for chunks."""
+"""What a mask may consist of: comparisons of sums of positions, keys and constants, joined by ``And`` and ``Or``; and of
+their quotients, in whole numbers, for chunks."""
 
 _ROWS = 16
 
@@ -99,13 +102,15 @@ def seen_keys(mask: ir.Value, cache_length: int) -> SeenKeys | None:
     The mask is computed for rows from the first position to the last. That decides: a mask of sums is an intersection
     of half-planes over (position, key). One that hides a key that should be seen hides a corner of what is seen, its
     first or last key from the first or the last position. One that shows a key that should be hidden does so along a
-    line, which these rows meet. Quotients repeat that in each chunk, so rows stand at both ends of each.
+    line, which these rows meet. Quotients repeat that in each chunk, so rows stand at both ends of each. An ``Or`` of
+    comparisons with constants adds corners there, so rows stand around the first key that is seen.
     """
     last = cache_length - 1
     try:
         first = _first_seen(mask, last, cache_length)
         before = _first_seen(mask, first - 1, cache_length) if first else 0
-        for seen in (SeenKeys(cache_length - first), SeenKeys(chunk=first - before)) if first else (SeenKeys(),):
+        limits = (SeenKeys(cache_length - first), SeenKeys(chunk=first - before), SeenKeys(first=first))
+        for seen in limits if first else (SeenKeys(),):
             if all(_shows(mask, seen, tokens, cache_length) for tokens in (1, 2, 5) if tokens <= cache_length):
                 return seen
     except _Unknown:
@@ -122,7 +127,7 @@ def _first_seen(mask: ir.Value, position: int, cache_length: int) -> int:
 def _shows(mask: ir.Value, seen: SeenKeys, tokens: int, cache_length: int) -> bool:
     """Whether queries of passes of ``tokens`` see those keys and no others."""
     firsts = np.linspace(0, cache_length - tokens, _ROWS + tokens)
-    ends = np.arange(0, cache_length, seen.chunk or cache_length)
+    ends = np.arange(seen.first, cache_length, seen.chunk or cache_length)
     firsts = np.concatenate([firsts, ends, ends - 1]).clip(0, cache_length - tokens).astype(np.int64)
     if len(firsts) in (tokens, cache_length):  # No size equals another, so that no axis is taken for another.
         firsts = np.append(firsts, 0)
@@ -133,6 +138,8 @@ def _shows(mask: ir.Value, seen: SeenKeys, tokens: int, cache_length: int) -> bo
         begin = positions - seen.window + 1
     elif seen.chunk:
         begin = positions // seen.chunk * seen.chunk
+    elif seen.first:
+        begin = np.where(positions < seen.first, 0, seen.first)
     return np.array_equal(_evaluate(mask, firsts, sizes, {}), (keys <= positions) & (keys >= begin))
 
 

@@ -20,7 +20,7 @@ DOMAIN = "specrun"
 """Domain of the operators in a graph."""
 MOST_OUTPUTS = 4
 """Products with one input that one node computes together."""
-VERSION = 13
+VERSION = 14
 """Grows when an operator changes its meaning, or one is added. An engine notes which one it needs."""
 HOW_TO_COMPILE = "install a C++ compiler (g++ or clang++) and install the package again"
 

@@ -23,6 +23,7 @@ struct CachedAttention {
     int64_t positions;  // Of the cache.
     int64_t window;     // Keys that a query sees at most, its own the last; 0: all up to its own.
     int64_t chunk;      // A query sees keys of its own chunk of so many positions; 0: of all.
+    int64_t first_key;  // Keys before it are seen by the queries before it alone.
     bool interleaved;   // Pairs to rotate stand side by side; else they are half of ``rotated`` apart.
     bool angles_by_row;  // The rows of the batch have angles of their own.
     int64_t angles;      // Positions that ``cos`` and ``sin`` have; 0: they have tokens.
@@ -46,7 +47,8 @@ struct CachedAttention {
     int64_t value_bytes() const { return is_packed() ? packed_bytes(width, value_bits) : value_width * 4; }
     int64_t first_seen(int64_t position) const {
         if (window) return position < window ? 0 : position + 1 - window;
-        return chunk ? position / chunk * chunk : 0;
+        if (chunk) return position / chunk * chunk;
+        return position < first_key ? 0 : first_key;
     }
 };
 

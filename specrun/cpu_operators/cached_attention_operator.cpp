@@ -7,8 +7,8 @@
 // are dropped.
 // Outputs: y [B, S, Hq, Dv], or as q is divided; where there are k and v, present keys and values, which are best the
 // memory of the past ones.
-// Attributes: rotated (R), interleaved, window (0: none), scale; if they are there, chunk (0: none), as_queries (1: y as q
-// is divided) and softcap (scores become softcap * tanh(score / softcap)); and value_bits, where the cache is packed: 16,
+// Attributes: rotated (R), interleaved, window (0: none), scale; if they are there, chunk (0: none), first_key (keys before
+// it are seen by the queries before it alone), as_queries (1: y as q is divided) and softcap (scores become softcap * tanh(score / softcap)); and value_bits, where the cache is packed: 16,
 // or 8 or 4 beside keys in 8.
 #include <algorithm>
 #include <cstring>
@@ -23,7 +23,7 @@ using ort::Status;
 using ort::Tensor;
 
 struct Settings {
-    int64_t rotated = 0, interleaved = 0, window = 0, chunk = 0, as_queries = 0, value_bits = 32;
+    int64_t rotated = 0, interleaved = 0, window = 0, chunk = 0, first_key = 0, as_queries = 0, value_bits = 32;
     float scale = 0, softcap = 0;
 };
 
@@ -93,13 +93,15 @@ struct Kernel {
         RETURN_IF_FAILED(attributes.read("window", &settings.window));
         RETURN_IF_FAILED(attributes.read("scale", &settings.scale));
         attributes.read_if_given("chunk", &settings.chunk);
+        attributes.read_if_given("first_key", &settings.first_key);
         attributes.read_if_given("as_queries", &settings.as_queries);
         attributes.read_if_given("softcap", &settings.softcap);
         if (kPacked) RETURN_IF_FAILED(attributes.read("value_bits", &settings.value_bits));
         const int64_t bits = settings.value_bits;
         const bool has_bits = !kPacked || bits == 16 || bits == 8 || bits == 4;
         const bool is_odd = settings.rotated < 0 || settings.rotated % 2 || settings.window < 0 || settings.chunk < 0;
-        if (!has_bits || is_odd || (settings.window && settings.chunk) || !(settings.softcap >= 0)) {
+        const int limits = (settings.window != 0) + (settings.chunk != 0) + (settings.first_key != 0);
+        if (!has_bits || is_odd || settings.first_key < 0 || limits > 1 || !(settings.softcap >= 0)) {
             return attributes.fail("CachedAttention: attributes out of range");
         }
         return nullptr;
@@ -124,7 +126,7 @@ struct Kernel {
         all.q = floats(kQ), all.k = floats(kK), all.v = floats(kV), all.cos = floats(kCos), all.sin = floats(kSin);
         all.first = static_cast<const int64_t*>(inputs[kWriteIndices].data);
         all.rotated = settings.rotated, all.interleaved = settings.interleaved;
-        all.window = settings.window, all.chunk = settings.chunk;
+        all.window = settings.window, all.chunk = settings.chunk, all.first_key = settings.first_key;
         all.scale = settings.scale, all.softcap = settings.softcap;
         return specrun::attend(all, call.threads()) ? nullptr : call.fail_to_run("CachedAttention: no threads");
     }

@@ -24,4 +24,4 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
     return ort::add_domain(api, options, domain);
 }
 
-extern "C" __attribute__((visibility("default"))) int specrun_operators_version() { return 13; }
+extern "C" __attribute__((visibility("default"))) int specrun_operators_version() { return 14; }

@@ -36,6 +36,7 @@ class Case(NamedTuple):
     value_width: int = 0
     """0: as wide as keys."""
     chunk: int = 0
+    first_key: int = 0
     is_written: bool = False
     """The cache has the pass's keys and values already, and the operator gets none."""
 
@@ -56,6 +57,8 @@ CASES = {
     "an odd width": Case(4, 2, 20, 20),
     "odd widths": Case(8, 1, 100, 50, value_width=24),
     "chunks": Case(rotated=64, chunk=7),
+    "a later first key": Case(rotated=64, first_key=1),
+    "two later ones": Case(6, 2, 80, first_key=2),
     "a written cache": Case(4, 2, 48, value_width=32, is_written=True),
     "a window, soft-capped scores and sinks": Case(8, 2, 64, 64, window=7, softcap=0.7, has_sinks=True),
 }
@@ -67,6 +70,7 @@ PACKED = {
     "heads of no power of 2": Case(4, 4, 96, value_bits=8),
     "4 bits in a window": Case(8, 2, 32, 32, window=7, value_bits=4),
     "8 bits, soft-capped scores": Case(width=64, rotated=64, value_bits=8, softcap=0.7),
+    "16 bits with a later first key": Case(8, 2, 64, 64, value_bits=16, first_key=1),
     "4 bits in a window with sinks": Case(8, 2, 64, window=7, value_bits=4, has_sinks=True),
 }
 POSITIONS = 40
@@ -188,7 +192,7 @@ def expected(case: Case, given: Pass) -> npt.NDArray[np.float64]:
         values = np.concatenate([values, v[row].swapaxes(0, 1)], 1)
         for token in range(tokens):
             end = begin + token + 1
-            start = (end - 1) // case.chunk * case.chunk if case.chunk else 0
+            start = (end - 1) // case.chunk * case.chunk if case.chunk else case.first_key * (end > case.first_key)
             seen = slice(max(0, end - case.window) if case.window else start, end)
             for head in range(case.q_heads):
                 own = head * case.kv_heads // case.q_heads

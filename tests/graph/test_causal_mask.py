@@ -63,6 +63,14 @@ def window(size: str) -> str:
     mask = And (inside, causal)"""
 
 
+def from_key(size: str, other: str = "") -> str:
+    return f"""seen = GreaterOrEqual (key, {size})
+    early = Less (position, {other or size})
+    either = Or (seen, early)
+    causal = LessOrEqual (key, position)
+    mask = And (causal, either)"""
+
+
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
@@ -75,6 +83,10 @@ def window(size: str) -> str:
         (chunk("six"), SeenKeys(chunk=6)),
         (chunk("three"), SeenKeys(chunk=3)),
         (chunk("six", "three"), None),
+        (from_key("one"), SeenKeys(first=1)),
+        (from_key("six"), SeenKeys(first=6)),
+        (from_key("six", "three"), None),
+        (from_key("three", "six"), None),
         ("mask = Less (key, position)", None),
         ("next = Add (position, one)\n mask = LessOrEqual (key, next)", None),
         ("mask = LessOrEqual (position, key)", None),
