@@ -53,8 +53,8 @@ _OPERATORS: dict[str, Callable[..., Array]] = {
     "Squeeze": lambda value, axes=None: np.squeeze(value, None if axes is None else tuple(axes)),
     "Unsqueeze": lambda value, axes: np.expand_dims(value, tuple(axes)),
 }
-"""What a mask may consist of: comparisons of sums of positions, keys and constants, joined by ``And`` and ``Or``; and of
-their quotients, in whole numbers, for chunks."""
+"""What a mask may consist of: comparisons of sums of positions, keys and constants, joined by ``And`` and ``Or``; and
+of their quotients, in whole numbers, for chunks."""
 
 _ROWS = 16
 

@@ -30,7 +30,7 @@ Group = Literal[16, 32]
 Activation = Literal["silu", "gelu_tanh", "gpt_oss"]
 """Functions of a gate and of what it gates, as decoder.cu numbers them."""
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-TensorType = Literal["float32", "uint16", "uint8"]
+TensorType = Literal["float32", "uint16", "uint8", "int32"]
 """Types of numpy: uint16 for float16 and bfloat16, uint8 for codes."""
 HEAD_DIMS = tuple(range(TILE, 257, TILE))
 """Widths of a head that the kernels support."""
@@ -115,6 +115,8 @@ class Attention(Strict):
     query_norm: Norm | None = None
     """Norm of each head of queries; of keys likewise."""
     key_norm: Norm | None = None
+    first_key: int = Field(default=0, ge=0, le=1 << 31)
+    """Position of the first key that later tokens see."""
     sinks: str | None = None
     """Name of a score of each query head, float32 [heads], to which no value belongs."""
 
@@ -151,6 +153,34 @@ class Layer(Strict):
     """Norm of what the MLP adds to the residual stream."""
 
 
+class Fusion(Strict):
+    """The feature that a target keeps of each token for its draft head: residual streams side by side, multiplied."""
+
+    layers: list[int] = Field(min_length=1, max_length=64)
+    """Numbers of the layers whose inputs are joined; the number of layers: what the last one gives."""
+    norms: list[Norm | None]
+    """Norm of each."""
+    norm: Norm | None = None
+    """Norm of all of them together."""
+    linear: Linear | None = None
+    """None where the feature is one stream as it is."""
+
+
+class HeadInput(Strict):
+    """What a draft head reads: each token's embedding, and beside it the feature of the token before."""
+
+    embedding_norm: Norm | None = None
+    feature_norm: Norm | None = None
+    linear: Linear | None = None
+    """Makes the residual stream of both; None where the first layer's queries, keys and values are made of both."""
+    adds_normalized: bool = False
+    """Whether the residual stream begins as the normalized feature, not as the feature; only without ``linear``."""
+    keeps_normalized: bool = False
+    """Whether the head's own feature of a token is normalized by the last norm."""
+    vocab_numbers: str | None = None
+    """Name of the number of each id in the head's vocabulary, int32 [vocab_size]; from there on: it is not in it."""
+
+
 class Decoder(Strict):
     """A decoder: embedding, layers, norm and head."""
 
@@ -168,6 +198,10 @@ class Decoder(Strict):
     norm: Norm | None
     head: Linear
     logits_softcap: float = Field(default=0, ge=0)
+    fusion: Fusion | None = None
+    """None for targets without a draft head."""
+    head_input: HeadInput | None = None
+    """None for other decoders than draft heads."""
     tensors: dict[str, StoredTensor]
 
     @model_validator(mode="after")
@@ -178,8 +212,9 @@ class Decoder(Strict):
         self._check_linear(self.embedding, self.width, self.vocab_size)
         queries = self.num_heads * self.head_dim
         outputs = queries + 2 * self.num_kv_heads * self.head_dim
-        for layer in self.layers:
-            self._check_linear(layer.heads, self.width, outputs)
+        for number, layer in enumerate(self.layers):
+            reads_both = number == 0 and self.head_input and not self.head_input.linear
+            self._check_linear(layer.heads, 2 * self.width if reads_both else self.width, outputs)
             self._check_linear(layer.output, queries, self.width)
             experts = layer.routing.router.outputs if layer.routing else 1
             gated = layer.down.inputs
@@ -204,8 +239,36 @@ class Decoder(Strict):
             if attention.sinks:
                 self._require(attention.sinks, (self.num_heads,))
         self._check_norm(self.norm, self.width)
-        self._check_linear(self.head, self.width, self.vocab_size)
+        self._check_head_parts()
         return self
+
+    @property
+    def feature_width(self) -> int:
+        """Width of the features that it writes or reads."""
+        return self.fusion.linear.outputs if self.fusion and self.fusion.linear else self.width
+
+    def _check_head_parts(self) -> None:
+        """What belongs to draft heads, and the head's vocabulary."""
+        numbers = self.head_input.vocab_numbers if self.head_input else None
+        if numbers:
+            self._require(numbers, (self.vocab_size,), "int32")
+        self._check_linear(self.head, self.width, self.head.outputs if numbers else self.vocab_size)
+        if part := self.head_input:
+            self._check_norm(part.embedding_norm, self.width)
+            self._check_norm(part.feature_norm, self.width)
+            if part.linear:
+                self._check_linear(part.linear, 2 * self.width, self.width)
+        if fusion := self.fusion:
+            joined = len(fusion.layers) * self.width
+            if len(fusion.norms) != len(fusion.layers) or not all(0 <= n <= len(self.layers) for n in fusion.layers):
+                raise ValueError(f"features of layers {fusion.layers} of {len(self.layers)}")
+            for norm in fusion.norms:
+                self._check_norm(norm, self.width)
+            self._check_norm(fusion.norm, joined)
+            if fusion.linear:
+                self._check_linear(fusion.linear, joined, fusion.linear.outputs)
+            elif len(fusion.layers) > 1 or fusion.norm:
+                raise ValueError("features of several streams without a linear layer")
 
     def _check_linear(self, linear: Linear, inputs: int, outputs: int, experts: int = 1) -> None:
         if (linear.inputs, linear.outputs, linear.experts) != (inputs, outputs, experts):

@@ -114,7 +114,7 @@ def open_device_backend(
     if config.backend.name == "cuda":
         from specrun.gpu.decoder.backend import CudaBackend
 
-        return CudaBackend.open(directory, config, device)
+        return CudaBackend.open(directory, config, device, cache_owner)
     if config.build_config.tp_size > 1:
         from specrun.gpu.trt_ranks import TrtRanks
 

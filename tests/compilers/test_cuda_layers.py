@@ -49,7 +49,7 @@ def test_the_layers_are_described_beside_their_weights(tmp_path: Path) -> None:
         ("opt", "token ids are looked up in several tables"),
         ("gpt_neox", "layer 0: .* comes from Transpose"),
         ("qwen2_moe", "layer 0: a shared expert"),
-        ("lfm2", "runs no recurrent layers and no draft heads"),
+        ("lfm2", "runs no recurrent layers"),
         ("deepseek_v2", "layer 0: "),
         ("llama4", "layer 0: "),
     ],

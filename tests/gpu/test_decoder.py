@@ -7,7 +7,8 @@ import re
 import pytest
 
 from specrun.devices.cuda import compile_kernels
-from specrun.gpu.decoder.kernels import CHUNK, Formats, source, threads
+from specrun.gpu.decoder.kernels import CHUNK
+from specrun.gpu.decoder.source import Formats, source, threads
 from tests.gpu.kernels.test_kernels import ARCHITECTURES
 
 FORMS = ["16_1_0_0", "8_2_0_0", "8_2_1_0", "4_2_0_0", "4_2_1_0", "8_1_0_0", "4_1_1_0", "8_2_0_1", "4_1_0_1"]

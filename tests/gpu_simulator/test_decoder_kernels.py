@@ -24,12 +24,13 @@ from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import EngineDirError
 from specrun.evaluation.score import score
 from specrun.evaluation.verify import verify
-from specrun.gpu.backend import DeviceBackend, Feed, open_device_backend
+from specrun.gpu.backend import open_device_backend
 from specrun.gpu.decoder import backend as decoder_backend
 from specrun.gpu.kernels import open_gpu
 from specrun.request.request import Request
-from specrun.sampling.sampler import Floats, SamplingParams
+from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator import gpus
+from tests.gpu_simulator.passes import Passes
 from tests.helpers.engines import make_engine, make_onnx, once, redescribe
 from tests.helpers.experts import int8_channels, mxfp4
 from tests.helpers.families import VOCAB, save_checkpoint
@@ -44,31 +45,6 @@ FAMILIES = (
 experts, sinks."""
 LENGTH = 300
 """Tokens of a text: more than two blocks of attention see them."""
-
-
-class Passes:
-    """An opened engine, whose passes are run one by one."""
-
-    def __init__(self, backend: DeviceBackend) -> None:
-        self.backend = backend
-        backend.allocate_cache()
-        for row in range(backend.cache.rows):  # What a mask hides does not count.
-            for tensor in backend.cache.part(row, 1):
-                backend.device.write(tensor, np.full(tensor.shape, 0x4444, np.uint16))
-
-    def run(self, ids: Any, starts: Any, wanted: Any, first: int = 0) -> Floats:
-        """Logits [B, K, V] of tokens [B, S] of the rows from ``first`` on."""
-        device = self.backend.device
-        given = [np.asarray(each, np.int64) for each in (ids, starts, wanted)]
-        feed = Feed(*(device.zeros(each.shape, np.int64) for each in given))
-        for array, values in zip(feed, given, strict=True):
-            device.write(array, values)
-        logits = device.zeros((*given[2].shape, self.backend.config.graph.vocab_size), np.float32)
-        self.backend.enqueue(feed, logits, first, fixed=False)
-        found = device.pinned_like(logits)
-        device.copy_to_host(logits, found)
-        device.wait()
-        return found.copy()
 
 
 @contextmanager

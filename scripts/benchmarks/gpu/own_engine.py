@@ -71,7 +71,7 @@ def _time_kernels(
     layers = list(zip(decoder.layers, caches[::2], caches[1::2], strict=True))
     kernel = Callable[[Layer, DeviceArray, DeviceArray], None]
     works: dict[str, kernel] = {
-        "heads": lambda layer, keys, values: kernels.project_heads(tokens, layer, keys, values),
+        "heads": lambda layer, keys, values: kernels.project_heads(tokens, layer, buffers.stream, keys, values),
         "attention": lambda layer, keys, values: kernels.attend(tokens, layer.attention, keys, values),
         "output": lambda layer, *_: kernels.add_projected(buffers.attended, count, layer.output, None),
         "gate_up": lambda layer, *_: kernels.project_gated(count, layer),

@@ -23,6 +23,7 @@ from specbuild.compilers.cpu.experts import use_chosen_experts
 from specbuild.compilers.cpu.fusions import fuse_into_products
 from specbuild.compilers.cpu.products import use_own_products
 from specbuild.compilers.cpu.wanted import take_wanted_tokens_first
+from specbuild.compilers.cuda.heads import begin_head, read_fusion, read_head_output
 from specbuild.compilers.cuda.layers import read_embedding, read_head, read_layers
 from specbuild.compilers.cuda.nodes import UnsupportedLayerError
 from specbuild.compilers.cuda.tensors import Tensors
@@ -54,8 +55,8 @@ def compile_layers(
         )
     if graph.kv_cache_dtype:
         raise BuildError(f"{checkpoint}: --backend cuda has no caches in few bits yet; {_ADVICE}")
-    if graph.features or graph.states:
-        raise BuildError(f"{checkpoint}: --backend cuda runs no recurrent layers and no draft heads; {_ADVICE}")
+    if graph.states or graph.parallel_drafts:
+        raise BuildError(f"{checkpoint}: --backend cuda runs no recurrent layers and no heads of blocks; {_ADVICE}")
     model = ir.load(checkpoint / GRAPH_NAME)
     io = describe_io(model)
     try:
@@ -92,8 +93,16 @@ def _read(model: ir.Model, graph: GraphInfo, build: BuildConfig) -> tuple[Decode
     fuse_cached_attention(model, build.cache_length)
     tensors = Tensors()
     embedding = read_embedding(model.graph, tensors, dtype)
-    layers, stream = read_layers(model.graph, embedding.stream, graph.layers, tensors)
-    norm, head, softcap = read_head(model.graph, stream, tensors)
+    start, head_input, softcap, fusion = embedding.stream, None, 0.0, None
+    reads = start
+    if graph.is_head:
+        head_input, start, reads = begin_head(model.graph, start, tensors)
+    layers, streams = read_layers(model.graph, start, reads, graph.layers, tensors)
+    if head_input:
+        norm, head, head_input = read_head_output(model.graph, streams[-1], head_input, tensors)
+    else:
+        norm, head, softcap = read_head(model.graph, streams[-1], tensors)
+        fusion = read_fusion(model.graph, streams, tensors) if graph.features else None
     caches = graph.caches
     if len({(cache.heads, cache.head_dim) for cache in caches}) > 1:
         raise UnsupportedLayerError("heads of keys and values, or of layers, that differ in shape")
@@ -111,6 +120,8 @@ def _read(model: ir.Model, graph: GraphInfo, build: BuildConfig) -> tuple[Decode
         norm=norm,
         head=head,
         logits_softcap=softcap,
+        fusion=fusion,
+        head_input=head_input,
         tensors=place_tensors(tensors.described()),
     )
     return decoder, tensors
@@ -119,5 +130,4 @@ def _read(model: ir.Model, graph: GraphInfo, build: BuildConfig) -> tuple[Decode
 def _in_order(decoder: Decoder, tensors: Tensors) -> Iterator[tuple[StoredTensor, npt.NDArray[Any]]]:
     """All tensors in file order. Each weight is computed when it is yielded."""
     for name, stored in decoder.tensors.items():
-        numbers = tensors.weights[name].numpy() if name in tensors.weights else tensors.vectors[name]
-        yield stored, np.ascontiguousarray(numbers, stored.dtype)
+        yield stored, np.ascontiguousarray(tensors.content(name), stored.dtype)

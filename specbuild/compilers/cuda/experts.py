@@ -9,6 +9,7 @@ import onnx_ir as ir
 from specbuild.compilers.cpu.fusions import prologue_of
 from specbuild.compilers.cuda.nodes import (
     ACTIVATION_OF,
+    NORM,
     PRODUCTS,
     UnsupportedLayerError,
     before_views,
@@ -35,7 +36,7 @@ def read_experts(stream: ir.Value, tensors: Tensors) -> tuple[dict[str, Any], ir
     weighted = producer(node.inputs[0], "MatMul")
     down, down_bias = _expert_product(weighted.inputs[1], tensors)
     gate_up, activation, x = _gated_by_experts(down, tensors)
-    norm = producer(before_views(producer(x, "Unsqueeze").inputs[0]), "RMSNormalization")
+    norm = producer(before_views(producer(x, "Unsqueeze").inputs[0]), NORM)
     if norm.inputs[0] is not stream:
         raise UnsupportedLayerError("experts that read something else than the residual stream")
     routing = _routing(producer(weighted.inputs[0], "Unsqueeze").inputs[0], norm.outputs[0], tensors)

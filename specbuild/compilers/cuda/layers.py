@@ -17,6 +17,7 @@ from specbuild.compilers.cuda.experts import read_experts
 from specbuild.compilers.cuda.nodes import (
     ACTIVATION_OF,
     LOOKUP,
+    NORM,
     PRODUCTS,
     UnsupportedLayerError,
     before_views,
@@ -82,21 +83,28 @@ def _table(lookup: ir.Node, tensors: Tensors, dtype: ir.DataType) -> Linear:
     return Linear(weight=str(value.name), inputs=width, outputs=rows)
 
 
-def read_layers(graph: ir.Graph, stream: ir.Value, num_layers: int, tensors: Tensors) -> tuple[list[Layer], ir.Value]:
-    """All layers, and the residual stream after them. Raises UnsupportedLayerError, which names the layer."""
+def read_layers(
+    graph: ir.Graph, stream: ir.Value, reads: ir.Value, num_layers: int, tensors: Tensors
+) -> tuple[list[Layer], list[ir.Value]]:
+    """All layers, and the residual streams in front of each and behind the last.
+
+    reads: what the first one's queries, keys and values are made of: the stream, or with a head more. Raises
+    UnsupportedLayerError, which names the layer.
+    """
     attention = {
         node.inputs[3].name: node for node in graph if node.op_type == ATTENTION and node.inputs[3] is not None
     }
-    layers = []
+    layers, streams = list[Layer](), [stream]
     for number in range(num_layers):
         try:
             if (node := attention.get(past_names(number + 1)[-2])) is None:
                 raise UnsupportedLayerError("attention that the kernels do not compute")
-            layer, stream = _layer(node, stream, tensors)
+            layer, stream = _layer(node, stream, stream if number else reads, tensors)
         except UnsupportedLayerError as error:
             raise UnsupportedLayerError(f"layer {number}: {error}") from error
         layers.append(layer)
-    return layers, stream
+        streams.append(stream)
+    return layers, streams
 
 
 def read_head(graph: ir.Graph, stream: ir.Value, tensors: Tensors) -> tuple[Norm | None, Linear, float]:
@@ -118,12 +126,16 @@ def read_head(graph: ir.Graph, stream: ir.Value, tensors: Tensors) -> tuple[Norm
             raise UnsupportedLayerError("logits that are not those of the head")
         softcap, node = float(as_float32(times)), producer(divided.inputs[0], *PRODUCTS)
     gather = producer(node.inputs[0], "GatherND")
-    if gather.inputs[0] is not stream:
-        raise UnsupportedLayerError("between the last layer and the head is more than a norm")
-    return tensors.input_norm(node, gather.outputs[0]), tensors.linear(node), softcap
+    norm = tensors.input_norm(node, gather.outputs[0])
+    if gather.inputs[0] is not stream:  # The features of a draft head are normalized, too.
+        last = producer(gather.inputs[0])
+        if norm is not None or last.op_type != NORM or last.inputs[0] is not stream:
+            raise UnsupportedLayerError("between the last layer and the head is more than a norm")
+        norm = tensors.norm(last)
+    return norm, tensors.linear(node), softcap
 
 
-def _layer(node: ir.Node, stream: ir.Value, tensors: Tensors) -> tuple[Layer, ir.Value]:
+def _layer(node: ir.Node, stream: ir.Value, reads: ir.Value, tensors: Tensors) -> tuple[Layer, ir.Value]:
     parts = [_head_part(value, tensors) for value in node.inputs[:3]]
     product = parts[0].product
     bounds = np.cumsum([0, *(part.size for part in parts)]).tolist()
@@ -135,7 +147,7 @@ def _layer(node: ir.Node, stream: ir.Value, tensors: Tensors) -> tuple[Layer, ir
     assert cache is not None and cache.shape is not None
     if any(part.norm and len(tensors.vectors[part.norm.weight]) != cache.shape[3] for part in parts):
         raise UnsupportedLayerError("queries or keys with a norm over all heads")
-    input_norm = tensors.input_norm(product, stream)
+    input_norm = tensors.input_norm(product, reads)
     heads = tensors.linear(product, _joined_bias(parts, f"{product.name}.bias", tensors))
     attention = _attention(node, parts[0].norm, parts[1].norm, tensors)
     attended = behind_views(node.outputs[0])
@@ -171,6 +183,7 @@ def _attention(node: ir.Node, query_norm: Norm | None, key_norm: Norm | None, te
     attributes = node.attributes
     return Attention(
         window=attributes.get_int("window", 0),
+        first_key=attributes.get_int("first_key", 0),
         scale=attributes.get_float("scale", 0.0),
         softcap=attributes.get_float("softcap", 0.0),
         rotated=attributes.get_int("rotated", 0),
@@ -187,7 +200,7 @@ def _head_part(value: ir.Value | None, tensors: Tensors) -> _Part:
     """Queries, keys or values: outputs of a product, with a bias and a norm of each head."""
     value = before_views(value)
     norm = None
-    if (node := producer(value)).op_type == "RMSNormalization":
+    if (node := producer(value)).op_type == NORM:
         norm = tensors.norm(node)
         value = before_views(node.inputs[0])
     return _part(value)._replace(norm=norm)
@@ -250,7 +263,7 @@ def _added_of(product: ir.Node, stream: ir.Value, tensors: Tensors) -> tuple[Lin
         return tensors.linear(product), None, value
     if (add := only_reader(value, "Add")) is not None and (numbers := other_operand(add, value)) is not stream:
         bias, value = tensors.vector(numbers), add.outputs[0]
-    if (node := only_reader(value, "RMSNormalization")) is not None:
+    if (node := only_reader(value, NORM)) is not None:
         norm, value = tensors.norm(node), node.outputs[0]
     add = only_reader(value, "Add")
     if add is None or other_operand(add, value) is not stream:

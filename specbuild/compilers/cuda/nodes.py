@@ -8,7 +8,7 @@ from specbuild.compilers.cpu.fusions import GELU_GATED, SILU_GATED
 from specbuild.graph.scales import constant
 from specrun.engine_dir.layers import Activation
 
-PRODUCTS, LOOKUP = ("FloatMatMul", "QuantizedMatMul"), "EmbeddingLookup"
+PRODUCTS, LOOKUP, NORM = ("FloatMatMul", "QuantizedMatMul"), "EmbeddingLookup", "RMSNormalization"
 ACTIVATION_OF: dict[int, Activation] = {SILU_GATED: "silu", GELU_GATED: "gelu_tanh"}
 """Activations by the prologues of products."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
-from specbuild.compilers.cpu.fusions import NORMALIZED, prologue_of
+from specbuild.compilers.cpu.fusions import NORMALIZED, Prologue, prologue_of
 from specbuild.compilers.cuda.nodes import LOOKUP, UnsupportedLayerError
 from specbuild.graph.scales import constant
 from specbuild.weights.packed import Floats, as_float32
@@ -25,6 +27,7 @@ class Tensors:
     """Weights of linear layers in tiles, their scales, units and offsets: computed when they are read."""
     vectors: dict[str, Floats] = field(default_factory=dict)
     """Factors of norms, biases, cosines and sines."""
+    numbers: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
 
     def described(self) -> Iterator[tuple[str, tuple[int, ...], TensorType]]:
         """Name, shape and type of each, without reading weights."""
@@ -32,6 +35,14 @@ class Tensors:
             yield name, tuple(weight.shape.numpy()), cast(TensorType, weight.dtype.numpy().name)
         for name, vector in self.vectors.items():
             yield name, vector.shape, "float32"
+        for name, numbers in self.numbers.items():
+            yield name, numbers.shape, "int32"
+
+    def content(self, name: str) -> npt.NDArray[Any]:
+        """The numbers of a tensor. Weights are computed now."""
+        if name in self.weights:
+            return self.weights[name].numpy()
+        return self.vectors[name] if name in self.vectors else self.numbers[name]
 
     def weight(self, value: ir.Value | None) -> str:
         """Add a weight, or its scales, units or offsets. Returns its name."""
@@ -63,9 +74,14 @@ class Tensors:
 
     def input_norm(self, product: ir.Node, stream: ir.Value) -> Norm | None:
         """The norm with which a product reads the residual stream; None: it reads it as it is."""
-        prologue = prologue_of(product)
-        if product.inputs[0] is not stream or (prologue and prologue.kind != NORMALIZED):
+        if product.inputs[0] is not stream:
             raise UnsupportedLayerError(f"{product.name} reads something else than the residual stream")
+        return self.prologue_norm(prologue_of(product))
+
+    def prologue_norm(self, prologue: Prologue | None) -> Norm | None:
+        """The norm that a product computes of its input; None: none."""
+        if prologue and prologue.kind != NORMALIZED:
+            raise UnsupportedLayerError("a gate where a norm is expected")
         return Norm(weight=self.vector(prologue.other), epsilon=prologue.epsilon) if prologue else None
 
     def linear(self, node: ir.Node, bias: str | None = None) -> Linear:

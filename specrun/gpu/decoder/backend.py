@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.engine_dir.layers import Decoder
 from specrun.engine_dir.small_files import read_small
 from specrun.errors import BackendError, EngineDirError
-from specrun.gpu.backend import DeviceBackend, Feed
+from specrun.gpu.backend import DeviceBackend, Feed, bound_tensors
 from specrun.gpu.cache import DeviceKVCache
 from specrun.gpu.decoder.kernels import Buffers, DecoderKernels, Tokens, attention_blocks, partial_size
 
@@ -32,9 +32,14 @@ class CudaBackend(DeviceBackend):
     """Runs an engine of specrun's own kernels. Owns the weights and the memory between kernels."""
 
     def __init__(
-        self, config: EngineConfig, decoder: Decoder, weights: dict[str, DeviceArray], device: CudaDevice
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        weights: dict[str, DeviceArray],
+        device: CudaDevice,
+        cache_owner: DeviceBackend | None = None,
     ) -> None:
-        """weights: every tensor of the decoder, on the device. Raises BackendError."""
+        """weights: every tensor of the decoder, on the device. cache_owner: a head's target. Raises BackendError."""
         if int(device.arch.removeprefix("sm_")) < _MIN_ARCH:
             raise BackendError(
                 f"engines of specrun's own kernels need a GPU of compute capability 8.0 or newer, this one is "
@@ -44,12 +49,16 @@ class CudaBackend(DeviceBackend):
         self.device, self.devices = device, [device]
         self.kernels = DecoderKernels(device, decoder, weights)
         self.decoder = decoder
+        self._cache_owner = cache_owner
 
     @classmethod
-    def open(cls, directory: Path, config: EngineConfig, device: CudaDevice) -> CudaBackend:
+    def open(
+        cls, directory: Path, config: EngineConfig, device: CudaDevice, cache_owner: DeviceBackend | None = None
+    ) -> CudaBackend:
         """Load an engine directory. Raises EngineDirError and BackendError."""
         decoder = _read(directory, config)
-        return cls(config, decoder, _load(directory / LAYER_WEIGHTS_NAME, decoder, device), device)
+        weights = _load(directory / LAYER_WEIGHTS_NAME, decoder, device)
+        return cls(config, decoder, weights, device, cache_owner)
 
     @property
     @override
@@ -70,17 +79,26 @@ class CudaBackend(DeviceBackend):
 
     @override
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
+        caches = bound_tensors(self.cache, self._cache_owner, 0, self.cache.rows)
         for tokens in _passes(*feed.input_ids.shape):
-            self._read_tokens(tokens, feed, first)
+            self._read_tokens(tokens, feed, first, caches)
+        if part := self.decoder.head_input:
+            self.kernels.keep_features(feed, first, part, caches[-1])
         self.kernels.project_logits(math.prod(feed.logits_indices.shape), logits)
 
-    def _read_tokens(self, tokens: Tokens, feed: Feed, first: int) -> None:
-        """Queue the layers for ``tokens`` of a feed."""
+    def _read_tokens(self, tokens: Tokens, feed: Feed, first: int, caches: Sequence[DeviceArray]) -> None:
+        """Queue the layers for ``tokens`` of a feed. caches: keys and values by layer, then perhaps features."""
         kernels, buffers, count = self.kernels, self.kernels.buffers, tokens.count
+        part, fusion = self.decoder.head_input, self.decoder.fusion
         kernels.begin(tokens, feed, first)
-        caches = self.cache.part(0, self.cache.rows)
-        for layer, keys, values in zip(self.decoder.layers, caches[::2], caches[1::2], strict=True):
-            kernels.project_heads(tokens, layer, keys, values)
+        if part:
+            kernels.begin_head(count, part, caches[-1])
+        x = buffers.joined if part and not part.linear else buffers.stream
+        for number, layer in enumerate(self.decoder.layers):
+            if fusion:
+                kernels.join_state(count, fusion, number)
+            keys, values = caches[2 * number : 2 * number + 2]
+            kernels.project_heads(tokens, layer, buffers.stream if number else x, keys, values)
             kernels.attend(tokens, layer.attention, keys, values)
             kernels.add_projected(buffers.attended, count, layer.output, layer.output_norm)
             if layer.routing:
@@ -89,6 +107,9 @@ class CudaBackend(DeviceBackend):
             else:
                 kernels.project_gated(count, layer)
                 kernels.add_projected(buffers.gated, count, layer.down, layer.down_norm)
+        if fusion:
+            kernels.join_state(count, fusion, len(self.decoder.layers))
+            kernels.write_features(count, fusion, caches[-1])
         kernels.keep_wanted(tokens, feed)
 
     @override
@@ -118,6 +139,9 @@ class CudaBackend(DeviceBackend):
         experts = max((routing.router.outputs for routing in mixtures), default=1)
         pairs = count * max((routing.chosen for routing in mixtures), default=1)
         projected = max(count * max(heads * decoder.head_dim, decoder.width), pairs * decoder.width)
+        parts = len(decoder.fusion.layers) if decoder.fusion else 2 if decoder.head_input else 0
+        reduced = decoder.head_input and decoder.head_input.vocab_numbers
+        projected = max(projected, count * decoder.feature_width)
         gated = (layer.down.inputs * (pairs if layer.routing else count) for layer in decoder.layers)
         return [
             ((count, decoder.width), np.float32),
@@ -135,6 +159,8 @@ class CudaBackend(DeviceBackend):
             ((pairs,), np.float32),
             ((experts, count), np.int32),
             ((experts,), np.int32),
+            ((max(1, count * parts * decoder.width),), np.float32),
+            ((rows * round_len * decoder.head.outputs if reduced else 1,), np.float32),
         ]
 
 
@@ -156,7 +182,10 @@ def _read(directory: Path, config: EngineConfig) -> Decoder:
     except (OSError, ValueError, ValidationError) as error:
         raise EngineDirError(f"{directory / LAYERS_NAME}: {error}") from error
     graph, cache = config.graph, (decoder.num_kv_heads, decoder.head_dim)
-    same = decoder.dtype == graph.dtype and decoder.vocab_size == graph.vocab_size
+    width = decoder.feature_width if decoder.fusion or decoder.head_input else None
+    same = (decoder.dtype, decoder.vocab_size, width, bool(decoder.head_input)) == (
+        *(graph.dtype, graph.vocab_size, graph.features.width if graph.features else None, graph.is_head),
+    )
     caches = {(tensor.heads, tensor.head_dim) for tensor in graph.caches} == {cache}
     lengths = decoder.cache_length == config.build_config.cache_length and 2 * len(decoder.layers) == len(graph.caches)
     if not (same and caches and lengths):

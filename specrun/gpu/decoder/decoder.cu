@@ -452,17 +452,17 @@ FUNCTION void project_added(ADDED_PARAMETERS) {
   });
 }
 
-// Logits [tokens, outputs] of normalized tokens, with `cap` > 0 between -cap and cap.
-#define LOGITS_PARAMETERS                                                                                          \
-  WEIGHT_PARAMETERS, const f32 *stream, const f32 *gamma, f32 epsilon, int length, int tokens, int outputs, f32 cap,  \
-      f32 *logits
+// A product of normalized tokens in float32, [tokens, outputs], with `cap` > 0 between -cap and cap.
+#define LOGITS_PARAMETERS                                                                                             \
+  WEIGHT_PARAMETERS, const f32 *bias, const f32 *stream, const f32 *gamma, f32 epsilon, int length, int tokens,       \
+      int outputs, f32 cap, f32 *logits
 template <class Format, int GROUPS>
 FUNCTION void project_logits(LOGITS_PARAMETERS) {
   int tiles[1] = {(int)blockIdx.x};
   Format weight{numbers, scales, units, offsets, length};
   Normalized x = normalize<GROUPS>(stream, gamma, epsilon, length, tokens);
   multiply<1, GROUPS>(x, weight, tiles, tokens, [&](i64 token, int row, const f32* sums) {
-    if (row < outputs) logits[token * outputs + row] = soften(sums[0], cap);
+    if (row < outputs) logits[token * outputs + row] = soften(bias ? sums[0] + bias[row] : sums[0], cap);
   });
 }
 
@@ -478,8 +478,8 @@ FUNCTION void project_logits(LOGITS_PARAMETERS) {
           tokens, outputs, activation, gated)                                                                 \
   PRODUCT(added, form, ADDED_PARAMETERS, numbers, scales, units, offsets, bias, input, length, tokens,        \
           outputs, residual, to)                                                                              \
-  PRODUCT(logits, form, LOGITS_PARAMETERS, numbers, scales, units, offsets, stream, gamma, epsilon, length,   \
-          tokens, outputs, cap, logits)
+  PRODUCT(logits, form, LOGITS_PARAMETERS, numbers, scales, units, offsets, bias, stream, gamma, epsilon,     \
+          length, tokens, outputs, cap, logits)
 
 // -------------------------------------------------------------------------------------------------------- attention
 
@@ -546,11 +546,13 @@ struct Attention {
   int last;         // The last position that is written.
   int position[2];  // Of this lane's queries, in rows g and g + 8; -1: there is none.
   int window;       // Positions that a query sees, itself included; 0: all up to its own.
+  int first_key;    // Positions before it are seen by queries before it alone.
   f32 scale, cap;
   u32 query[HEAD_DIM / 16][4];
 
   FUNCTION bool sees(int row, int at) const {
-    return at <= position[row] && (!window || at > position[row] - window);
+    return at <= position[row] && (!window || at > position[row] - window) &&
+           (at >= first_key || position[row] < first_key);
   }
 
   // Positions first .. first + SPAN, by a warp. Columns of a tile of 16 numbers of a head are in another order than in
@@ -619,15 +621,15 @@ struct Attention {
 // sinks: a score of each head beside those of positions, which adds to the sum of weights alone.
 KERNEL(ATTENDING_WARPS * 32)
 attention(const u16* queries, const u16* keys, const u16* values, const int* rows, const int* positions, int row_tokens,
-          int heads, int kv_heads, int cache_length, int window, f32 scale, f32 cap, const f32* sinks, f32* partial,
-          u32* counters, u16* attended) {
+          int heads, int kv_heads, int cache_length, int window, int first_key, f32 scale, f32 cap, const f32* sinks,
+          f32* partial, u32* counters, u16* attended) {
   __shared__ f32 exchanged[Attended::SIZE * 32], before[Attended::SIZE * 32];  // Of a warp; of the chunks before.
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int shared_by = heads / kv_heads, tiles = (row_tokens * shared_by + QUERIES - 1) / QUERIES;
   int kv_head = blockIdx.x / tiles, first = blockIdx.x % tiles * QUERIES;
   i64 first_token = (i64)blockIdx.y * row_tokens, cache = ((i64)rows[first_token] * kv_heads + kv_head) * cache_length;
   Attention block{keys + cache * HEAD_DIM, values + cache * HEAD_DIM, positions[first_token + row_tokens - 1], {},
-                  window, scale, cap, {}};
+                  window, first_key, scale, cap, {}};
   i64 offsets[2];
   for (int row = 0; row < 2; row++) {
     int index = first + g + 8 * row;
@@ -711,16 +713,23 @@ FUNCTION void begin(const Format& table, const i64* ids, int stride, const i64* 
     stream[(i64)blockIdx.x * table.columns + k] = id >= 0 && id < vocab ? table.at(id, k) * scale : 0;
 }
 
-// stream += norm(x): what Gemma adds to the residual stream is normalized.
-KERNEL(128)
-add_normalized(const f32* x, const f32* gamma, f32 epsilon, int width, f32* stream) {
+// What a block's norm multiplies numbers by; 1 without gamma.
+FUNCTION f32 scale_of_block(const f32* x, const f32* gamma, f32 epsilon, int width) {
   __shared__ f32 scale;
-  const f32* token = x + (i64)blockIdx.x * width;
+  if (!gamma) return 1;
   if (threadIdx.x < 32) {
-    f32 squares = squares_of([&](int k) { return token[k]; }, width);
+    f32 squares = squares_of([&](int k) { return x[k]; }, width);
     if (threadIdx.x == 0) scale = reciprocal_rms(squares, width, epsilon);
   }
   __syncthreads();
+  return scale;
+}
+
+// stream += norm(x): what Gemma adds to the residual stream is normalized.
+KERNEL(128)
+add_normalized(const f32* x, const f32* gamma, f32 epsilon, int width, f32* stream) {
+  const f32* token = x + (i64)blockIdx.x * width;
+  f32 scale = scale_of_block(token, gamma, epsilon, width);
   for (int k = threadIdx.x; k < width; k += blockDim.x)
     stream[(i64)blockIdx.x * width + k] += token[k] * scale * gamma[k];
 }

@@ -1,16 +1,12 @@
 // Mixtures of experts: the router's product is `logits_*`; here are the choice of experts and their products.
 //
-// A pair is a token and one of the experts that it has chosen: pair token * chosen + slot, slots in the order of scores.
+// A pair is a token and one of its experts: pair token * chosen + slot, slots in the order of scores.
 // A pair's numbers do not depend on the other pairs of its expert, and a token adds up its pairs in the order of slots.
 
-// Choose the `chosen` experts of each token with the highest scores [tokens, experts] and biases; of equal ones the
-// first. Their shares are a softmax over the chosen ones (`is_normalized`) or over all. A block has a token.
-FUNCTION f32 score_of(const f32* scores, const f32* bias, int expert) {
-  return bias ? scores[expert] + bias[expert] : scores[expert];
-}
+// Choose the `chosen` experts of each token with the highest scores [tokens, experts]; of equal ones the first. Their
+// shares are a softmax over the chosen ones (`is_normalized`) or over all. A block has a token.
 KERNEL(32)
-choose_experts(const f32* all_scores, const f32* bias, int experts, int chosen, int is_normalized, int* choices,
-               f32* shares) {
+choose_experts(const f32* all_scores, int experts, int chosen, int is_normalized, int* choices, f32* shares) {
   __shared__ f32 best[32];
   __shared__ int best_expert[32];
   const f32* scores = all_scores + (i64)blockIdx.x * experts;
@@ -22,9 +18,8 @@ choose_experts(const f32* all_scores, const f32* bias, int experts, int chosen, 
     f32 score = NOTHING;
     int expert = experts;
     for (int e = lane; e < experts; e += 32) {
-      f32 s = score_of(scores, bias, e);
-      bool is_left = s < last || (s == last && e > last_expert);
-      if (is_left && (s > score || expert == experts)) score = s, expert = e;
+      bool is_left = scores[e] < last || (scores[e] == last && e > last_expert);
+      if (is_left && (scores[e] > score || expert == experts)) score = scores[e], expert = e;
     }
     best[lane] = score, best_expert[lane] = expert;
     __syncthreads();
@@ -42,7 +37,7 @@ choose_experts(const f32* all_scores, const f32* bias, int experts, int chosen, 
   }
   if (!is_normalized) {
     total = 0;
-    for (int e = lane; e < experts; e += 32) total += exp2_of((score_of(scores, bias, e) - top) * LOG2_E);
+    for (int e = lane; e < experts; e += 32) total += exp2_of((scores[e] - top) * LOG2_E);
     total = sum_of<32>(total);
   }
   for (int slot = 0; lane == 0 && slot < chosen; slot++) shares[pair + slot] /= total;

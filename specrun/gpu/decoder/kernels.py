@@ -1,78 +1,34 @@
-"""The kernels in ``decoder.cu`` and ``experts.cu``. A method queues each, in the order of a forward pass."""
+"""Queues the kernels of this folder's files: a method for each, in the order of a forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from importlib import resources
-from typing import NamedTuple
 
 import numpy as np
 
 from specrun.devices import DeviceArray, Grid
 from specrun.devices.cuda import CudaDevice
-from specrun.engine_dir.layers import ACTIVATIONS, TILE, Attention, Decoder, Layer, Linear, Norm, Routing
+from specrun.engine_dir.layers import (
+    ACTIVATIONS,
+    TILE,
+    Attention,
+    Decoder,
+    Fusion,
+    HeadInput,
+    Layer,
+    Linear,
+    Norm,
+    Routing,
+)
 from specrun.gpu.backend import Feed
+from specrun.gpu.decoder.source import BLOCK_TOKENS, FEW_TOKENS, Formats, format_of, source, threads
 
 CHUNK = 128
 """Positions of a block of attention."""
 _QUERIES = 16
-_BLOCK_TOKENS = 32
-_FEW_TOKENS = 8
-_BLOCKS = (_FEW_TOKENS, _BLOCK_TOKENS)
+_SPREAD = 32
+"""Blocks that share the logits of a token."""
 _NONE = DeviceArray(0, (0,), np.dtype(np.float32))
-
-_PRODUCTS = ("heads", "gated", "added", "logits")
-_EXPERT_PRODUCTS = ("gated_pairs", "pairs")
-
-
-class Formats(NamedTuple):
-    """Formats of a decoder's weights, by what reads them."""
-
-    products: Collection[str]
-    tables: Collection[str]
-    experts: Collection[str] = ()
-
-    @classmethod
-    def of(cls, decoder: Decoder) -> Formats:
-        """Those of a decoder."""
-        products, experts = {format_of(decoder.head)}, set[str]()
-        for layer in decoder.layers:
-            products |= {format_of(layer.heads), format_of(layer.output)}
-            (experts if layer.routing else products).update(map(format_of, (layer.gate_up, layer.down)))
-            products |= {format_of(layer.routing.router)} if layer.routing else set()
-        return cls(sorted(products), [format_of(decoder.embedding)], sorted(experts))
-
-
-def threads(formats: Formats) -> dict[str, int]:
-    """Threads per block of each kernel."""
-    by_product = [(_PRODUCTS, formats.products), (_EXPERT_PRODUCTS, formats.experts)]
-    kinds = [(f"{name}_{tokens}", forms) for names, forms in by_product for name in names for tokens in _BLOCKS]
-    experts = {"choose_experts": 32, "list_pairs": 32, "add_pairs": 128} if formats.experts else {}
-    return {
-        **{f"{kind}_{form}": 256 for kind, forms in kinds for form in forms},
-        **{f"begin_{form}": 128 for form in formats.tables},
-        **dict.fromkeys(("attention", "add_normalized", "keep_wanted"), 128),
-        **experts,
-    }
-
-
-def source(dtype: str, head_dim: int, formats: Formats) -> str:
-    """The kernels' text, between what is constant in an engine and the formats of its weights."""
-    lines = [f"#define HEAD_DIM {head_dim}", f"#define BFLOAT16 {int(dtype == 'bfloat16')}"]
-    for name in ("decoder.cu", "experts.cu") if formats.experts else ("decoder.cu",):
-        lines += [f'#line 1 "{name}"', (resources.files(__package__) / name).read_text(encoding="utf-8")]
-    names = sorted({*formats.products, *formats.tables, *formats.experts})
-    lines += [f"using Weight_{form} = Weight<{form.replace('_', ', ')}>;" for form in names]
-    for macro, forms in zip(("PRODUCTS", "EMBEDDING", "EXPERTS"), formats, strict=True):
-        lines += [f"{macro}({form})" for form in forms]
-    return "\n".join([*lines, ""])
-
-
-def format_of(linear: Linear) -> str:
-    """The format of a weight in names of kernels: the parameters of ``Weight`` in decoder.cu."""
-    tiles = linear.group // TILE if linear.bits < 16 else 1
-    return f"{linear.bits}_{tiles}_{int(linear.offsets is not None)}_{int(linear.has_floats)}"
 
 
 @dataclass(frozen=True)
@@ -124,6 +80,10 @@ class Buffers:
     """[experts, tokens] int32: pairs of each expert"""
     counts: DeviceArray
     """[experts] int32: number of pairs of each expert"""
+    joined: DeviceArray
+    """[tokens, parts * width] float32: streams, or embeddings and features, side by side"""
+    head_logits: DeviceArray
+    """[B * K, outputs] float32: logits of a head's own vocabulary"""
 
 
 class DecoderKernels:
@@ -152,8 +112,10 @@ class DecoderKernels:
             *(buffers.stream, buffers.rows, buffers.positions),
         )
 
-    def project_heads(self, tokens: Tokens, layer: Layer, keys: DeviceArray, values: DeviceArray) -> None:
-        """Project the normalized stream to queries, and to keys and values in their caches."""
+    def project_heads(
+        self, tokens: Tokens, layer: Layer, x: DeviceArray, keys: DeviceArray, values: DeviceArray
+    ) -> None:
+        """Project ``x``, mostly the stream, to queries, and to keys and values in their caches; normalize it first."""
         decoder, buffers, attention = self._decoder, self.buffers, layer.attention
         head_norm = attention.query_norm or attention.key_norm
         query_gamma, key_gamma = (
@@ -164,7 +126,7 @@ class DecoderKernels:
             layer.heads,
             layer.heads.outputs,
             tokens.count,
-            *(self._tensor(layer.heads.bias), buffers.stream, *self._norm(layer.input_norm)),
+            *(self._tensor(layer.heads.bias), x, *self._norm(layer.input_norm)),
             *(layer.heads.inputs, tokens.count, decoder.num_heads, decoder.num_kv_heads),
             *(query_gamma, key_gamma, _bits(head_norm.epsilon if head_norm else 0)),
             *(self._tensor(attention.cos), self._tensor(attention.sin), attention.rotated, int(attention.interleaved)),
@@ -180,7 +142,7 @@ class DecoderKernels:
             "attention",
             (decoder.num_kv_heads * tiles, tokens.rows, chunks),
             *(buffers.queries, keys, values, buffers.rows, buffers.positions, tokens.row_tokens),
-            *(decoder.num_heads, decoder.num_kv_heads, decoder.cache_length, attention.window),
+            *(decoder.num_heads, decoder.num_kv_heads, decoder.cache_length, attention.window, attention.first_key),
             *(_bits(attention.scale), _bits(attention.softcap), self._tensor(attention.sinks)),
             *(buffers.partial, buffers.counters, buffers.attended),
         )
@@ -207,14 +169,9 @@ class DecoderKernels:
     def choose_experts(self, count: int, layer: Layer, routing: Routing) -> None:
         """Choose the experts of each token by the normalized stream, and list the pairs of each expert."""
         buffers, router = self.buffers, routing.router
-        arguments = (buffers.stream, *self._norm(layer.mlp_norm), router.inputs, count, router.outputs)
-        self._product("logits", router, router.outputs, count, *arguments, _bits(0), buffers.scores)
+        self._project(count, router, buffers.stream, layer.mlp_norm, buffers.scores)
         chosen = (router.outputs, routing.chosen, int(routing.is_normalized))
-        self._launch(
-            "choose_experts",
-            (count, 1, 1),
-            *(buffers.scores, self._tensor(router.bias), *chosen, buffers.choices, buffers.shares),
-        )
+        self._launch("choose_experts", (count, 1, 1), buffers.scores, *chosen, buffers.choices, buffers.shares)
         lists = (buffers.choices, count, routing.chosen, buffers.lists, buffers.counts)
         self._launch("list_pairs", (router.outputs, 1, 1), *lists)
 
@@ -257,11 +214,63 @@ class DecoderKernels:
     def project_logits(self, count: int, logits: DeviceArray) -> None:
         """Compute the logits [count, vocab_size] of the kept tokens."""
         decoder, head = self._decoder, self._decoder.head
-        arguments = (self.buffers.wanted, *self._norm(decoder.norm), head.inputs, count, head.outputs)
-        self._product("logits", head, head.outputs, count, *arguments, _bits(decoder.logits_softcap), logits)
+        numbers = decoder.head_input.vocab_numbers if decoder.head_input else None
+        to = self.buffers.head_logits if numbers else logits
+        self._project(count, head, self.buffers.wanted, decoder.norm, to, decoder.logits_softcap)
+        if numbers:
+            sizes = (head.outputs, decoder.vocab_size)
+            self._launch("spread_logits", (count, _SPREAD, 1), to, self._tensor(numbers), *sizes, logits)
+
+    def join_state(self, count: int, fusion: Fusion, layer: int) -> None:
+        """Keep the stream in front of ``layer`` for the features, wherever it is a part of them."""
+        for part, number in enumerate(fusion.layers):
+            if number == layer:
+                self._join(count, self.buffers.stream, fusion.norms[part], len(fusion.layers), part)
+
+    def write_features(self, count: int, fusion: Fusion, features: DeviceArray) -> None:
+        """Write the features of a pass to their cache."""
+        buffers, joined = self.buffers, self.buffers.joined
+        if fusion.linear:
+            self._project(count, fusion.linear, joined, fusion.norm, buffers.projected)
+            joined = buffers.projected
+        places = (buffers.rows, buffers.positions, self._decoder.cache_length, self._decoder.feature_width)
+        self._launch("write_features", (count, 1, 1), joined, *places, features)
+
+    def begin_head(self, count: int, part: HeadInput, features: DeviceArray) -> None:
+        """Join the embeddings of tokens and the features before them; begin the residual stream."""
+        buffers, width = self.buffers, self._decoder.width
+        self._join(count, buffers.stream, part.embedding_norm, 2, 0)
+        places = (buffers.rows, buffers.positions, self._decoder.cache_length, width)
+        self._launch("read_features", (count, 1, 1), features, *places, buffers.stream)
+        self._join(count, buffers.stream, part.feature_norm, 2, 1)
+        if part.linear:
+            self._project(count, part.linear, buffers.joined, None, buffers.stream)
+        elif part.adds_normalized:
+            in_place = (*self._norm(part.feature_norm), width, width, 0, buffers.stream)
+            self._launch("join_stream", (count, 1, 1), buffers.stream, *in_place)
+
+    def keep_features(self, feed: Feed, first_cache_row: int, part: HeadInput, features: DeviceArray) -> None:
+        """Write the head's own feature of the first wanted token of each row."""
+        decoder, buffers, (batch, num_logits) = self._decoder, self.buffers, feed.logits_indices.shape
+        norm = self._norm(decoder.norm if part.keeps_normalized else None)
+        places = (feed.logits_indices, num_logits, feed.write_indices, first_cache_row)
+        sizes = (decoder.cache_length, decoder.width)
+        self._launch("keep_features", (batch, 1, 1), buffers.wanted, *places, *norm, *sizes, features)
+
+    def _join(self, count: int, stream: DeviceArray, norm: Norm | None, parts: int, part: int) -> None:
+        width = self._decoder.width
+        sizes = (width, parts * width, part * width)
+        self._launch("join_stream", (count, 1, 1), stream, *self._norm(norm), *sizes, self.buffers.joined)
+
+    def _project(
+        self, count: int, linear: Linear, x: DeviceArray, norm: Norm | None, to: DeviceArray, softcap: float = 0
+    ) -> None:
+        """Multiply tokens in float32, perhaps normalized, and keep sums in float32."""
+        arguments = (self._tensor(linear.bias), x, *self._norm(norm), linear.inputs, count, linear.outputs)
+        self._product("logits", linear, linear.outputs, count, *arguments, _bits(softcap), to)
 
     def _product(self, name: str, linear: Linear, outputs: int, count: int, *arguments: DeviceArray | int) -> None:
-        block = _FEW_TOKENS if count <= _FEW_TOKENS else _BLOCK_TOKENS
+        block = FEW_TOKENS if count <= FEW_TOKENS else BLOCK_TOKENS
         grid = (-(-outputs // TILE), -(-count // block), linear.experts)
         self._launch(f"{name}_{block}_{format_of(linear)}", grid, *self._weight(linear), *arguments)
 
@@ -282,7 +291,7 @@ class DecoderKernels:
 def attention_blocks(decoder: Decoder, tokens: Tokens) -> tuple[int, int]:
     """Numbers of blocks of a key-value head along its queries and along positions. Prompts have 1 along positions."""
     tiles = -(-tokens.row_tokens * (decoder.num_heads // decoder.num_kv_heads) // _QUERIES)
-    return tiles, -(-decoder.cache_length // CHUNK) if tokens.row_tokens <= _BLOCK_TOKENS else 1
+    return tiles, -(-decoder.cache_length // CHUNK) if tokens.row_tokens <= BLOCK_TOKENS else 1
 
 
 def partial_size(decoder: Decoder) -> int:
