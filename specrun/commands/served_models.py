@@ -65,15 +65,19 @@ def one_model(
     reasoning_format = _named("reasoning_parser", reasoning_parser, choices)
     context = click.get_current_context()
 
-    def load(started: OnStart) -> LoadedModel:
+    def build(started: OnStart) -> Engines:
         with context.scope(cleanup=False):  # In another thread there is none.
+            return pair.engines(started=started)
+
+    def load(started: OnStart) -> LoadedModel:
+        with context.scope(cleanup=False):
             engines = pair.engines(started=started)
             recommended = recommended_sampling(engines.target) if generation_config == "auto" else {}
             decoder = pair.load(_absolute(engines), tool_format, reasoning_format)
             show_recommended_sampling(recommended)
         return LoadedModel(decoder, replace(DEFAULTS, **recommended))
 
-    return ModelSpec(pair.models.name, load, max_queue=max_queue, timeout=request_timeout)
+    return ModelSpec(pair.models.name, load, build, max_queue=max_queue, timeout=request_timeout)
 
 
 def _absolute(engines: Engines) -> Engines:

@@ -22,8 +22,10 @@ from specrun.sampling.sampler import SamplingParams
 
 _REFUSED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": (), "n": (1,), "prompt_logprobs": ()}
 """Known fields that are not supported, with their values without effect."""
-_NO_CHANGE = ("metadata", "service_tier", "stream_options", "betas", "context_management", "output_config")
+_NO_CHANGE = ("metadata", "service_tier", "stream_options", "betas", "context_management")
 """Fields that are accepted and ignored."""
+_EFFORTS = {"xhigh": "high", "max": "high"}
+"""Levels of effort that chat templates do not know."""
 
 
 class MessageShape(Shape):
@@ -48,9 +50,17 @@ class MessageShape(Shape):
             messages.insert(0, {"role": "system", "content": system})
         tools, choice = fields.take("tools", _tools) or [], fields.take("tool_choice", as_object) or {}
         chat: dict[str, Any] = {**more, "messages": messages, "stop": fields.pop("stop_sequences") or None}
+        variables = dict(fields.take("chat_template_kwargs", as_object) or {})
+        config = Fields(fields.take("output_config", as_object) or {}, "output_config.")
+        if form := config.take("format", as_object) or fields.take("output_format", as_object):
+            chat["response_format"] = _response_format(form)
+        if (effort := config.take("effort", arguments.text)) is not None:
+            variables["reasoning_effort"] = _EFFORTS.get(effort, effort)
         if thinking := fields.take("thinking", as_object):
-            chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled"}
+            variables["enable_thinking"] = thinking.get("type") != "disabled"
             chat["max_reasoning_tokens"] = thinking.get("budget_tokens")
+        if variables:
+            chat["chat_template_kwargs"] = variables
         if tools:
             chat |= {"tools": tools, "tool_choice": _tool_choice(choice)}
             chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
@@ -65,6 +75,13 @@ class MessageShape(Shape):
     @override
     def stream(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> MessageStream:
         return MessageStream(answers[0], head)
+
+
+def _response_format(form: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat's ``response_format``. Raises RequestError."""
+    if form.get("type") != "json_schema":
+        raise wrong("output_config.format.type", form.get("type"), "json_schema", "output_config")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.get("schema")}}
 
 
 class MessageStream(Stream):

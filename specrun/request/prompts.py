@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,11 +34,17 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
 
 
 def read_text(option: str, file: Path, advice: str = "") -> str:
-    """A file's text. advice: what to give instead. Raises RequestError for an unreadable file and invalid UTF-8."""
+    """The text of a file, which may be gzipped. advice: what to give instead.
+
+    Raises RequestError for an unreadable file and invalid UTF-8.
+    """
     try:
-        return file.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise RequestError(f"{option}: {file}: {error.strerror}{advice}") from error
+        open_file = gzip.open if file.suffix == ".gz" else open
+        with open_file(file, "rt", encoding="utf-8-sig") as opened:
+            return opened.read()
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or f"is no gzip file ({error})"
+        raise RequestError(f"{option}: {file}: {why}{advice}") from error
     except UnicodeDecodeError as error:
         raise RequestError(f"{option}: {file} is not UTF-8") from error
 

@@ -32,6 +32,8 @@ class ModelSpec:
     name: str
     load: Callable[[OnStart], LoadedModel] = field(compare=False)
     """Function that loads it, and builds its engines if needed. Any thread may call it."""
+    build: Callable[[OnStart], object] | None = field(default=None, compare=False)
+    """Function that builds its engines if needed, before others make room for it; None: they are there."""
     aliases: tuple[str, ...] = field(default=(), compare=False)
     """Further names that bodies may use."""
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -11,13 +11,17 @@ from specrun.engine_dir.config import BuildConfig
 from specrun.serve.metrics import Metrics
 from specrun.serve.model import Model, ModelSpec
 
+State = Literal["asleep", "building", "loading", "loaded", "closing"]
+
 
 class ModelEntry:
     """One model, loaded or not."""
 
     def __init__(self, spec: ModelSpec, metrics: Metrics) -> None:
         self.spec, self.metrics = spec, metrics
-        self.state: Literal["asleep", "loading", "loaded", "closing"] = "asleep"
+        self.state: State = "asleep"
+        self.is_built = spec.build is None
+        """Whether its engines are on disk, as far as is known."""
         self.model: Model | None = None
         """The model while it is loaded."""
         self.build_config: BuildConfig | None = None

@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from specrun.builder import OnStart
 from specrun.errors import SpecError
 from specrun.kv_cache.host_memory import return_freed
 from specrun.serve.engine import EngineStoppedError, EngineThread, QueueFullError, RequestUpdate
@@ -18,14 +19,17 @@ from specrun.serve.model import LoadedModel, Model, ModelSpec
 from specrun.serve.model_entry import ModelEntry
 from specrun.serve.model_names import ModelNames
 
+_Result = TypeVar("_Result")
+
 
 class Models:
     """Owns which models are loaded. Only the event loop may call it.
 
-    A request acquires its model and releases it. A model that sleeps is loaded for the first request. At most
-    ``max_loaded`` have room, with those that are being loaded or closed. One without requests, the least recently used,
-    is put to sleep for one that is requested. Where all have requests, the least recently used one takes no further
-    ones. They wait until it has slept, or until another one made room. So each request is served in the end.
+    A request acquires its model and releases it. A model that sleeps is loaded for the first request; one whose engines
+    are not built yet is built first, while the others go on. At most ``max_loaded`` have room, with those that are
+    being loaded or closed. One without requests, the least recently used, is put to sleep for one
+    that is requested. Where all have requests, the least recently used one takes no further ones. They wait until it
+    has slept, or until another one made room. So each request is served in the end.
     """
 
     def __init__(
@@ -134,6 +138,9 @@ class Models:
                 if entry.model and not entry.num_users:
                     engine, entry.model = entry.model.engine, None
                     self._begin_task(entry, "closing", self._close(entry, engine))
+            for entry in self._waiting():
+                if not entry.is_built:
+                    self._begin_task(entry, "building", self._build(entry))
             for entry in self._requested()[: max(0, self._num_free())]:
                 self._begin_task(entry, "loading", self._load(entry))
         leaving = () if self._stopping else self._leaving()
@@ -145,10 +152,14 @@ class Models:
             entry for entry in self._entries if entry in named or entry.state != "asleep" or entry.num_waiting
         ]
 
-    def _requested(self) -> list[ModelEntry]:
+    def _waiting(self) -> list[ModelEntry]:
         """Sleeping models that requests wait for, in the order of their first requests."""
-        requested = [entry for entry in self._entries if entry.state == "asleep" and entry.num_waiting]
-        return sorted(requested, key=lambda entry: entry.requested)
+        waiting = [entry for entry in self._entries if entry.state == "asleep" and entry.num_waiting]
+        return sorted(waiting, key=lambda entry: entry.requested)
+
+    def _requested(self) -> list[ModelEntry]:
+        """Those of them that are built, so that others make room for them."""
+        return [entry for entry in self._waiting() if entry.is_built]
 
     def _leaving(self) -> list[ModelEntry]:
         """Loaded models that take no further requests: those without a name, and those that must make room."""
@@ -163,21 +174,38 @@ class Models:
         return unnamed + [entry for entry in loaded if entry in named][: max(0, num_missing)]
 
     def _num_free(self) -> int:
-        return self._max_loaded - sum(entry.state != "asleep" for entry in self._entries)
+        return self._max_loaded - sum(entry.state not in ("asleep", "building") for entry in self._entries)
 
     # ------------------------------------------------------------------------------------------ loading and closing
 
     def _begin_task(
-        self, entry: ModelEntry, state: Literal["loading", "closing"], work: Coroutine[Any, Any, None]
+        self, entry: ModelEntry, state: Literal["building", "loading", "closing"], work: Coroutine[Any, Any, None]
     ) -> None:
         entry.state = state
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _build(self, entry: ModelEntry) -> None:
+        """Build a model's engines while the others go on."""
+        assert entry.spec.build
+        await self._run(entry, "building", entry.spec.build)
+        entry.state = "asleep"
+        self._schedule()
+
     async def _load(self, entry: ModelEntry) -> None:
-        name, began = entry.spec.name, time.perf_counter()
-        write("loading", {"model": name})
+        began = time.perf_counter()
+        if loaded := await self._run(entry, "loading", entry.spec.load):
+            self._start_engine(entry, loaded)
+            write("loaded", {"model": entry.spec.name, "seconds": round(time.perf_counter() - began, 3)})
+        else:
+            entry.state = "asleep"
+        self._schedule()
+
+    async def _run(self, entry: ModelEntry, event: str, work: Callable[[OnStart], _Result]) -> _Result | None:
+        """Run ``work`` for a model in a thread. Where it fails, so do the requests that wait, and None is returned."""
+        name = entry.spec.name
+        write(event, {"model": name})
 
         def started(stop: Callable[[], None]) -> None:
             entry.stop_build = stop
@@ -185,19 +213,17 @@ class Models:
                 stop()
 
         try:
-            loaded = await asyncio.to_thread(entry.spec.load, started)
+            result = await asyncio.to_thread(work, started)
         except Exception as error:
-            entry.state = "asleep"
             trace = None if isinstance(error, SpecError) else error
             log.error("model %s cannot be loaded: %s", name, error, exc_info=trace)
             message = f"model {name!r} cannot be loaded; the server's log says why"
             entry.fail(ApiError(503, message, "model", "model_not_loaded"))
-        else:
-            self._start_engine(entry, loaded)
-            write("loaded", {"model": name, "seconds": round(time.perf_counter() - began, 3)})
+            return None
         finally:
             entry.stop_build = lambda: None
-        self._schedule()
+        entry.is_built = True
+        return result
 
     def _start_engine(self, entry: ModelEntry, loaded: LoadedModel) -> None:
         """Start the engine of a loaded model. Requests that wait for it get it, even if others wait for room."""

@@ -126,9 +126,12 @@ class ChatTemplate:
                 raise RequestError(message, "chat_template_kwargs")
         template = self._template if tools is None else self._tools_template
         try:
+            # Some templates cannot do without a content, where a message has tool calls alone; all take an empty one.
             turns = [
                 {key: value for key, value in _plain(message).items() if value is not None} for message in messages
             ]
+            for turn in turns:
+                turn.setdefault("content", "")
             settings = {"tools": _plain(tools), "documents": None, "add_generation_prompt": add_generation_prompt}
             named = {**_plain(variables or {}), "messages": turns, **settings, **self._special_tokens}
             environment = template.environment

@@ -209,6 +209,9 @@ class Matcher:
         self.grammar = grammar
         self._kind = grammar.kind
         self._matcher = grammar.library_matcher()
+        self._behind_text: LLMatcher | None = None
+        """The library's matcher behind the committed text, while ``_matcher`` is further. A copy takes
+        microseconds; the library's own ``rollback`` fails where a thought has a limit."""
         self._committed: list[int] = []
         self._ahead: list[int] = []
         """Draft tokens that ``_matcher`` has consumed behind the committed text."""
@@ -233,6 +236,10 @@ class Matcher:
         if not self._advance_to((token,)):
             raise RequestError(f"{self._kind}: token {token} cannot follow", self._kind)
         self._committed.append(token)
+        if self._behind_text and len(self._ahead) > 1:
+            self._behind_text.consume_tokens([token])
+        else:
+            self._behind_text = None
         for places in (self._ahead, self._masks, self._complete):
             del places[0]
 
@@ -291,6 +298,8 @@ class Matcher:
     def _consume(self, token: int) -> bool:
         """Whether ``token`` may follow what ``_matcher`` has consumed; then it has consumed that too."""
         began = time.thread_time()
+        if not self._ahead:
+            self._behind_text = self._matcher.deep_copy()
         consumed = bool(self._matcher.try_consume_tokens([token]))
         self._spend(time.thread_time() - began)
         return consumed
@@ -346,13 +355,14 @@ class Matcher:
 
     def _rewind(self, count: int) -> None:
         """Take back all but the first ``count`` draft tokens."""
-        if back := len(self._ahead) - count:
-            self._matcher.rollback(back)
+        if count < len(self._ahead) and self._behind_text:
+            self._matcher = self._behind_text.deep_copy()
             del self._ahead[count:], self._masks[count + 1 :], self._complete[count + 1 :]
+            self._matcher.consume_tokens(self._ahead)
 
     def _restart(self) -> None:
         """Consume the committed text anew, and nothing behind it: a matcher in error stays so."""
-        self._matcher = self.grammar.library_matcher()
+        self._matcher, self._behind_text = self.grammar.library_matcher(), None
         self._matcher.consume_tokens(self._committed)
         self._ahead, self._masks, self._complete = [], [None], self._complete[:1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -86,6 +87,17 @@ def test_bad_files(tmp_path: Path, content: bytes | None, reason: str) -> None:
         (tmp_path / "file").write_bytes(content)
     with pytest.raises(RequestError, match=reason):
         read_prompt_set(str(tmp_path / "file"))
+
+
+def test_gzipped_files(tmp_path: Path) -> None:
+    """As HumanEval is published."""
+    file = tmp_path / "HumanEval.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"prompt": "def f():"}\n'))
+    assert [each.prompt for each in read_prompt_set(str(file))] == ["def f():"]
+    for content in (b"{}", gzip.compress(b"{}")[:-6]):
+        file.write_bytes(content)
+        with pytest.raises(RequestError, match="is no gzip file"):
+            read_prompt_set(str(file))
 
 
 def test_acceptance_is_told_apart_by_category(engines: Path) -> None:

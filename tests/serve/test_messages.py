@@ -48,6 +48,17 @@ def client(server: Server) -> Any:
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
 
 
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_a_format_holds(client: Any, field: str) -> None:
+    """And wrong ones are refused, not ignored."""
+    form: dict[str, Any] = {"type": "json_schema", "schema": SCHEMA}
+    asked = {"output_config": {"format": form, "effort": "max"}} if field == "output_config" else {field: form}
+    (text,) = client.messages.create(**ASK, extra_body={"temperature": 0, **asked}).content
+    assert json.loads(text.text)["city"] in ("Paris", "Rome")
+    with pytest.raises(anthropic.BadRequestError, match="expected json_schema"):
+        client.messages.create(**ASK, extra_body={"output_config": {"format": {"type": "xml"}}})
+
+
 def test_a_message_is_the_chats_answer(client: Any, server: Server) -> None:
     found = client.messages.create(**ASK | SHORT, system=[{"type": "text", "text": "be brief"}])
     messages = [{"role": "system", "content": "be brief"}, *HELLO]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from specrun.builder import OnStart
 from specrun.errors import BackendError
 from specrun.serve.engine import EngineStoppedError
 from specrun.serve.errors import ApiError
-from specrun.serve.model import Model
+from specrun.serve.model import Model, ModelSpec
 from specrun.serve.models import Models
 from tests.serve.test_models import Loading
 
@@ -23,9 +25,14 @@ def loads(engines: Path) -> dict[str, Loading]:
     return {name: Loading(engines, name) for name in NAMES}
 
 
-def run(check: Callable[[Models], Awaitable[None]], loads: dict[str, Loading], max_loaded: int = 1) -> None:
+def run(
+    check: Callable[[Models], Awaitable[None]],
+    loads: dict[str, Loading],
+    max_loaded: int = 1,
+    specs: Sequence[ModelSpec] = (),
+) -> None:
     async def checked() -> None:
-        models = Models([one.spec() for one in loads.values()], "specrun", max_loaded)
+        models = Models(specs or [one.spec() for one in loads.values()], "specrun", max_loaded)
         try:
             await check(models)
         finally:
@@ -44,6 +51,43 @@ async def turns() -> None:
     """Let the loop do all that needs no other thread."""
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+def test_a_build_does_not_hold_the_others_up(loads: dict[str, Loading]) -> None:
+    """A model sleeps only when the engines of the one that it makes room for are there."""
+    may, begun = threading.Event(), threading.Semaphore(0)
+
+    def build(started: OnStart) -> None:
+        started(may.set)
+        begun.release()
+        assert may.wait(60)
+
+    async def check(models: Models) -> None:
+        models.release(await models.acquire("target"))
+        other = models.acquire("draft")
+        await asyncio.to_thread(begun.acquire)
+        for _ in range(2):
+            models.release(await models.acquire("target"))
+        assert loaded(models) == {"target"} and not other.done()
+        may.set()
+        assert (await other).name == "draft" and loaded(models) == {"draft"}
+
+    specs = {"target": loads["target"].spec(), "draft": loads["draft"].spec(build=build)}
+    run(check, loads, specs=list(specs.values()))
+
+
+def test_a_build_that_fails_is_an_answer(loads: dict[str, Loading]) -> None:
+    def build(_started: OnStart) -> None:
+        raise BackendError("no compiler")
+
+    async def check(models: Models) -> None:
+        given = await models.acquire("target")
+        with pytest.raises(ApiError, match="cannot be loaded"):
+            await models.acquire("draft")
+        assert loaded(models) == {"target"}
+        models.release(given)
+
+    run(check, loads, specs=[loads["target"].spec(), loads["draft"].spec(build=build)])
 
 
 def test_who_asks_for_a_busy_model_waits_behind_those_that_wait_for_room(loads: dict[str, Loading]) -> None:

@@ -104,6 +104,14 @@ def test_a_limit_alone_ends_the_thought_and_frees_the_answer(server: Server) -> 
     assert without["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
+def test_drafts_in_a_thought_with_a_limit(server: Server, opened: Open) -> None:
+    """Some of them are taken back."""
+    asked = [{"temperature": 1.2, "seed": seed, "max_reasoning_tokens": 25, "draft_len": 3} for seed in range(6)]
+    found = [ask(server, **each)["choices"][0]["message"] for each in asked]
+    with running(opened(draft=False)) as alone:
+        assert found == [ask(alone, **each | {"draft_len": 0})["choices"][0]["message"] for each in asked]
+
+
 def test_a_required_call_stands_behind_the_thought(server: Server) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": None}}]
     more = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_reasoning_tokens": 6}

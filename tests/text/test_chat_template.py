@@ -160,6 +160,16 @@ def test_a_conversation_that_transformers_refuses_is_refused(tmp_path: Path) -> 
         ChatTemplate.load(directory).render(turns)
 
 
+def test_a_message_of_calls_alone_has_an_empty_content(tmp_path: Path) -> None:
+    """As Qwen3's template reads it, which cannot do without, and as clients send it."""
+    template = (
+        "{% for m in messages %}{{ m.role + (m.content.split('x')[-1]) }}{{ m.tool_calls | default('') }}{% endfor %}"
+    )
+    calls = {"role": "assistant", "tool_calls": ["f"]}
+    for message in (calls, {**calls, "content": None}, {**calls, "content": ""}):
+        assert ChatTemplate(template, {}, tmp_path).render([message]) == "assistant['f']"
+
+
 def test_special_tokens_and_dates_are_in_the_text(tmp_path: Path) -> None:
     text = ChatTemplate.load(tokenizer_dir(tmp_path, LLAMA3, bos_token="<s>")).render(CONVERSATIONS[0])
     assert text.startswith("<s><|start_header_id|>system")

@@ -48,6 +48,8 @@ SCHEMA = {
 CHOICE = ("the lazy dog", "the lazy", "fox")
 REGEX = r"[a-f]{2,5}(, fox){1,2}\."
 SUM = 'start: sum\nsum: term "+" sum | term\nterm: "(" sum ")" | /[0-9]{1,2}/'
+LIMITED = 'start: words "." /[ab]{1,3}/\nwords[max_tokens=4]: /(?s:.*)/'
+"""The library takes no tokens back here."""
 GREEDY, WARM = SamplingParams(), SamplingParams(temperature=0.9, top_p=0.95, seed=11)
 PROMPTS = ["the quick", "dog"]
 Ints = npt.NDArray[np.int64]
@@ -68,6 +70,7 @@ CASES: dict[str, tuple[RequestOptions, Callable[[str], bool]]] = {
     "regex": (RequestOptions(regex=REGEX), lambda text: re.fullmatch(REGEX, text) is not None),
     "choice": (RequestOptions(choice=CHOICE), CHOICE.__contains__),
     "grammar": (RequestOptions(grammar=SUM), is_sum),
+    "limit": (RequestOptions(grammar=LIMITED), lambda text: re.fullmatch(r"(?s).*\.[ab]{1,3}", text) is not None),
 }
 
 

@@ -105,6 +105,12 @@ SPELLED: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
         "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
         [PARIS, NOW],
     ),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n"
+        '</parameter>\n<parameter=parts>\n["wind", "rain"]\n</parameter>\n<parameter=exact>\ntrue\n</parameter>\n'
+        "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+        [PARIS, NOW],
+    ),
     "glm4": (
         "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
         "<arg_value>3</arg_value>\n<arg_key>parts</arg_key>\n"
@@ -176,7 +182,8 @@ TEMPLATES = {
     "command": "<|START_ACTION|>[{% for tc in tool_calls %}",
     "minimax": "<tool_calls>\n",
     "minimax_m2": "<minimax:tool_call>",
-    "qwen3_coder": "<tool_call>\n<function=example_function_name>",
+    "qwen3_coder": "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>",
+    "seed_oss": "<seed:tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>",
     "glm4": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>",
     "function_gemma": "<start_function_call>call:' + name",
 }

@@ -34,6 +34,7 @@ FORMATS: dict[str, ToolFormat] = {
         mistral.MISTRAL_JSON,
         json_list.PHI4,
         json_list.GRANITE,
+        qwen3_coder.SEED_OSS,
         qwen3_coder.QWEN3_CODER,
         glm4.GLM4,
         hermes.HERMES,
