@@ -38,7 +38,7 @@ def host_names(name: str, value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class DraftTargetConfig(Checked):
-    """How a pair is run: TensorRT-LLM's four settings first."""
+    """How a pair is run."""
 
     draft_len: Annotated[int, at_least(0)] | Literal["auto"] | None = None
     """Draft tokens a round. Default: auto, as many as pay."""

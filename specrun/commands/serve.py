@@ -141,9 +141,9 @@ def serve(
 
     loaded = {}
     if models_file is None:
-        loaded = {one.name: one.load(lambda _stop: None) for one in specs}
-        for one in loaded.values():
-            context.with_resource(one.decoder)
+        loaded = {spec.name: spec.load(lambda _stop: None) for spec in specs}
+        for model in loaded.values():
+            context.with_resource(model.decoder)
     set_up()
     # What is here now stays. A collection of garbage would look at all of it, and every stream waits meanwhile.
     gc.collect()

@@ -89,7 +89,7 @@ def _absolute(engines: Engines) -> Engines:
 def spec_of(context: click.Context, name: str | None) -> ModelSpec:
     """The model that the options of a running command describe. name: None: the target's."""
     assert one_model.callback
-    options = {str(one.name): context.params[str(one.name)] for one in one_model.params if one.expose_value}
+    options = {str(param.name): context.params[str(param.name)] for param in one_model.params if param.expose_value}
     with context.scope(cleanup=False):
         spec: ModelSpec = one_model.callback(**options)
     return replace(spec, name=name or spec.name)
@@ -122,15 +122,15 @@ def _read_model(where: str, name: str, given: dict[str, Any], context: click.Con
     aliases = given.pop(_ALIASES, None) or []
     if not isinstance(aliases, list) or not all(isinstance(alias, str) and alias for alias in aliases):
         raise RequestError(f"{where}: {_ALIASES}: expected a list of texts")
-    own = {key: param for key, param in option_names(one_model) if key not in _OF_THE_PROCESS}
+    params = {key: param for key, param in option_names(one_model) if key not in _OF_THE_PROCESS}
     for key in given:
-        if key not in own:
-            close = difflib.get_close_matches(str(key), sorted(own), n=1, cutoff=0.0)[0]
+        if key not in params:
+            close = difflib.get_close_matches(str(key), sorted(params), n=1, cutoff=0.0)[0]
             raise RequestError(f"{where}: a model has no option {key!r}; did you mean {close!r}?")
     if "draft_model" in given and "target" not in given:  # It would be taken for it.
         raise RequestError(f"{where}: draft_model: needs target")
     try:
-        words = _command_line(own, {key: value for key, value in given.items() if value is not None})
+        words = _command_line(params, {key: value for key, value in given.items() if value is not None})
         context = one_model.make_context(name, words, context, default_map=context.default_map)
         spec = spec_of(context, name)
     except click.UsageError as error:
@@ -140,11 +140,11 @@ def _read_model(where: str, name: str, given: dict[str, Any], context: click.Con
     return replace(spec, aliases=tuple(aliases), settings=given)
 
 
-def _command_line(own: Mapping[str, click.Parameter], given: Mapping[str, Any]) -> list[str]:
+def _command_line(params: Mapping[str, click.Parameter], given: Mapping[str, Any]) -> list[str]:
     """A model's options as a command has them, whose checks then hold. Raises click's UsageError."""
     words: list[str] = []
     named: list[str] = []
-    for key, param in own.items():
+    for key, param in params.items():
         if key not in given:
             continue
         value = option_value(param, given[key])
@@ -156,7 +156,7 @@ def _command_line(own: Mapping[str, click.Parameter], given: Mapping[str, Any]) 
             words += param.opts[:1] if value else param.secondary_opts[:1]
         else:
             words += [
-                word for one in (value if isinstance(value, list) else [value]) for word in (param.opts[0], str(one))
+                word for item in (value if isinstance(value, list) else [value]) for word in (param.opts[0], str(item))
             ]
     return [*words, "--", *named]
 

@@ -1,3 +1,4 @@
+// What stands in front of a product: norms and gates, a row at a time.
 #include "activations.h"
 
 #include <cmath>

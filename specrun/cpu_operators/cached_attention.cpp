@@ -1,3 +1,4 @@
+// Attention over a cache: rotation, writing, and the division among threads.
 #include "cached_attention.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Recurrent layers: gated delta nets, state spaces and causal convolutions, token by token.
 #include "recurrent.h"
 
 #include <algorithm>

@@ -272,8 +272,8 @@ class Decoder(Strict):
 
     def _check_linear(self, linear: Linear, inputs: int, outputs: int, experts: int = 1) -> None:
         if (linear.inputs, linear.outputs, linear.experts) != (inputs, outputs, experts):
-            found = f"{linear.inputs} -> {linear.outputs}, {linear.experts} times"
-            raise ValueError(f"{linear.weight}: {found}, expected {inputs} -> {outputs}, {experts} times")
+            shape = f"{linear.inputs} -> {linear.outputs}, {linear.experts} times"
+            raise ValueError(f"{linear.weight}: {shape}, expected {inputs} -> {outputs}, {experts} times")
         rows, step = experts * -(-outputs // TILE), TILE * STEPS[linear.bits]
         if inputs % TILE:
             raise ValueError(f"{linear.weight}: {inputs} inputs are no multiple of {TILE}")

@@ -78,7 +78,7 @@ def test_without_fused_multiply_adds_bits_depend_on_the_row_alone_too(form: Form
 
 
 def test_rows_of_nan_are_left_out(instruction_set: str) -> None:
-    """See ``test_quantized_matmul``."""
+    """As in ``test_quantized_matmul``."""
     weight, x = numbers(70, 40), numbers(23, 70)
     opened = session(product(weight), threads=2)
     (wanted,) = opened.run(None, {"x": x})

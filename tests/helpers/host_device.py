@@ -101,7 +101,7 @@ def fetched(device: Device, array: DeviceArray) -> npt.NDArray[Any]:
 
 
 class HostEvent:
-    """See ``DeviceEvent``."""
+    """A moment of the host's clock."""
 
     when = 0.0
 
@@ -117,7 +117,7 @@ class HostEvent:
 
 
 class HostDevice:
-    """See ``Device``."""
+    """The host's memory as a device, whose work is done at once."""
 
     kind = "cpu"
     number = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+from typing_extensions import override
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices import Device, DeviceArray
@@ -67,7 +68,7 @@ _SHARE = 8192
 
 
 class TableBackend(DeviceBackend):
-    """See ``DeviceBackend``: the table [R, V] with ``weight``, as ``tables.save_table_engine`` has it."""
+    """Gives the rows of a table [R, V] with ``weight``, as ``tables.save_table_engine`` has it."""
 
     capturable = True
     workspace_bytes = 0
@@ -82,14 +83,14 @@ class TableBackend(DeviceBackend):
         device.write(self._table, table)
         self._weight = weight
 
+    @override
     def allocate_cache(self) -> None:
-        """See ``DeviceBackend.allocate_cache``."""
         build = self.config.build_config
         size = (build.max_batch_size, build.cache_length)
         self.cache = DeviceKVCache(self.device, self.config.graph.own_tensors, np.float32, *size)
 
+    @override
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
-        """See ``DeviceBackend.enqueue``."""
         batch, count = feed.input_ids.shape
         _, positions, vocab = logits.shape
         if batch + first > self.cache.rows:
@@ -103,11 +104,13 @@ class TableBackend(DeviceBackend):
         given = (self._table, self._table.shape[0], vocab, feed.write_indices, feed.logits_indices, count, positions)
         self.device.launch("table_logits", (batch * positions, shares, 1), *given, *cache, _SHARE, logits)
 
+    @override
     def save_kernels(self) -> None:
-        """See ``DeviceBackend.save_kernels``: nothing is compiled on the GPU."""
+        """Nothing: none is compiled on the GPU."""
 
+    @override
     def close(self) -> None:
-        """See ``DeviceBackend.close``. The table's memory is the device's."""
+        """Nothing: the table's memory is the device's."""
 
 
 def open_on_gpus(

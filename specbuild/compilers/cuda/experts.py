@@ -73,8 +73,8 @@ def _gated_by_experts(down: ir.Node, tensors: Tensors) -> tuple[Linear, Activati
     if (prologue := prologue_of(down)) is not None and prologue.kind in ACTIVATION_OF:
         parts = [_expert_part(value) for value in (prologue.x, prologue.other)]
         activation = ACTIVATION_OF[prologue.kind]
-    elif down.inputs[0] is not None and (found := _gpt_oss_gate(down.inputs[0])) is not None:
-        parts, activation = [_expert_part(value) for value in found], "gpt_oss"
+    elif down.inputs[0] is not None and (gate_and_up := _gpt_oss_gate(down.inputs[0])) is not None:
+        parts, activation = [_expert_part(value) for value in gate_and_up], "gpt_oss"
     else:
         raise UnsupportedLayerError("experts without a gate, or with another activation than SiLU, GELU and gpt-oss's")
     (whole, gate_first, step), (other, up_first, other_step) = parts
@@ -137,8 +137,8 @@ def _gpt_oss_gate(value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
         return None
     numbers = [moved.inputs[1], bounded.inputs[1], sharpened.inputs[1], *clipped.inputs[1:]]
     tensors = [constant(number) for number in numbers]
-    found = [float(as_float32(tensor).reshape(())) for tensor in tensors if tensor is not None and tensor.size == 1]
-    is_known = len(found) == 5 and all(abs(a - b) < 0.01 for a, b in zip(found, (1, 7, 1.702, -7, 7), strict=True))
+    values = [float(as_float32(tensor).reshape(())) for tensor in tensors if tensor is not None and tensor.size == 1]
+    is_known = len(values) == 5 and all(abs(a - b) < 0.01 for a, b in zip(values, (1, 7, 1.702, -7, 7), strict=True))
     gate, up = bounded.inputs[0], clipped.inputs[0]
     if not is_known or sharpened.inputs[0] is not gated.inputs[0] or gate is None or up is None:
         return None

@@ -299,7 +299,7 @@ FUNCTION u64 kept_mass(ThreadGroup& group, const float* logits, int vocab, const
   return sums[0];
 }
 
-// Temperature, then min-p, top-k, top-p, as `probabilities` in sampling.py.
+// Temperature, then min-p, top-k, top-p, as `probabilities` in sampler.py.
 FUNCTION Distribution distribution(ThreadGroup& group, const float* logits, int vocab, const Sampling& s) {
   const u64 not_a_number = ~0ull;
   u64 best = 0;
