@@ -40,7 +40,13 @@ def of_experts(engine: Path) -> list[str]:
 @pytest.mark.quick("mixtral")
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("mixtral", torch.float32), ("gpt_oss", torch.bfloat16), ("llama4", torch.float32), ("qwen3_next", torch.float32)],
+    [
+        ("mixtral", torch.float32),
+        ("qwen2_moe", torch.float32),
+        ("gpt_oss", torch.bfloat16),
+        ("llama4", torch.float32),
+        ("qwen3_next", torch.float32),
+    ],
 )
 def test_the_logits_are_those_of_transformers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Every mixture is found, and computes what the dense form does. Bits do not depend on the shape of a pass."""

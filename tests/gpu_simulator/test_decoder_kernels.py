@@ -39,7 +39,7 @@ from tests.helpers.tables import decode
 
 FAMILIES = (
     *("llama3.2", "tinyllama", "mistral", "gemma", "gemma2", "gemma3", "phi3-longrope", "qwen2", "qwen3"),
-    *("mixtral", "qwen3_moe", "gpt_oss"),
+    *("mixtral", "granitemoe", "qwen3_moe", "gpt_oss"),
 )
 """Those whose layers differ: tied embeddings, one head of keys, windows, many norms, caps, joined weights, biases,
 experts, sinks."""

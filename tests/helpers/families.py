@@ -202,22 +202,7 @@ OTHERS: dict[str, Callable[[], PreTrainedConfig]] = {
         shared_expert_intermediate_size=48,
         norm_topk_prob=True,
     ),
-    "glm4_moe": lambda: transformers.Glm4MoeConfig(
-        **{**SIZES, "head_dim": 16},
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-        routed_scaling_factor=1.5,
-        use_qk_norm=True,
-        attention_bias=True,
-    ),
     "granitemoe": lambda: transformers.GraniteMoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
-    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
-        **SIZES, moe_num_experts=4, moe_k=2, moe_intermediate_size=32, moe_num_shared_experts=1, moe_layer_start_index=1
-    ),
 }
 """Those of single tests."""
 
