@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from scripts.fuzz_bit_exact import fuzz
+from scripts.real_models import NoPackagesError, real_model
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
@@ -101,6 +103,32 @@ def test_random_requests(trained: Path) -> None:
     tally = fuzz(trained / "target", [trained / "head"], 24, seed=2)
     assert (tally.different_texts, tally.different_logprobs) == (0, 0)
     assert tally.evaluated > 20
+
+
+@pytest.mark.slow("test_a_head_drafts_what_its_formula_says")
+def test_a_real_head(tmp_path: Path) -> None:
+    """SmolLM2-135M's, in examples: texts are the target's own, and its drafts are those on a CPU."""
+    try:
+        target = real_model("SmolLM2-135M-Instruct", Path(".cache/real_models").absolute())
+    except NoPackagesError as error:
+        pytest.skip(error.message)
+    head = Path("examples/smollm2-135m-eagle3").absolute()
+    sizes: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 1, "max_input_len": 64}
+    pairs = {
+        name: make_pair(target, head, tmp_path / name, dtype="bfloat16", backend=name, **sizes)
+        for name in ("cuda", "onnxruntime")
+    }
+    ids = json.loads((Path(__file__).parents[1] / "vectors" / "capital.json").read_text())
+    requests = [Request(ids, SamplingParams(), 8) for _ in range(3)]
+    ways = [("cuda", False), ("cuda", True), ("onnxruntime", True)]
+    for request, (name, drafts) in zip(requests, ways, strict=True):
+        draft = pairs[name] / "head" if drafts else None
+        config = DraftTargetConfig(2 if drafts else "auto", cuda_graph=False, warm_up=False)
+        with SpeculativeDecoder.open(pairs[name] / "target", draft, config) as decoder:
+            decode(decoder, [request])
+    alone, ours, on_cpu = requests
+    assert alone.output == ours.output == on_cpu.output
+    assert ours.stats.accepted == on_cpu.stats.accepted > 0
 
 
 @pytest.mark.slow("test_a_head_drafts_what_its_formula_says")

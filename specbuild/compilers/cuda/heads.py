@@ -93,10 +93,11 @@ def read_head_output(
     logits = next(value for value in graph.outputs if value.name == LOGITS)
     node = producer(logits)
     if node.op_type == "Gather":  # Of the logits of fewer tokens, and of one that is behind them all.
-        numbers, node = constant(node.inputs[1]), producer(producer(node.inputs[0], "Concat").inputs[0], *PRODUCTS)
-        if numbers is None:
+        numbers = before_views(node.inputs[1])
+        node = producer(producer(node.inputs[0], "Concat").inputs[0], *PRODUCTS)
+        if numbers is None or (tensor := constant(numbers)) is None:
             raise UnsupportedLayerError("a head's vocabulary that is no constant")
-        tensors.numbers["head.vocab_numbers"] = numbers.numpy().astype(np.int32)
+        tensors.numbers["head.vocab_numbers"] = tensor.numpy().reshape(-1).astype(np.int32)
         part = part.model_copy(update={"vocab_numbers": "head.vocab_numbers"})
     if node.op_type not in PRODUCTS:
         raise UnsupportedLayerError(f"{node.name}: logits that no product gives")
