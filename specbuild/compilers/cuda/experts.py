@@ -35,11 +35,13 @@ def read_experts(stream: ir.Value, tensors: Tensors) -> tuple[dict[str, Any], ir
         return None
     weighted = producer(node.inputs[0], "MatMul")
     down, down_bias = _expert_product(weighted.inputs[1], tensors)
-    gate_up, activation, x = _gated_by_experts(down, tensors)
-    norm = producer(before_views(producer(x, "Unsqueeze").inputs[0]), NORM)
+    product, gate_up, activation = _gated_by_experts(down, tensors)
+    norm = producer(before_views(producer(product.inputs[0], "Unsqueeze").inputs[0]), NORM)
     if norm.inputs[0] is not stream:
         raise UnsupportedLayerError("experts that read something else than the residual stream")
-    routing = _routing(producer(weighted.inputs[0], "Unsqueeze").inputs[0], norm.outputs[0], tensors)
+    routing, chosen = _routing(producer(weighted.inputs[0], "Unsqueeze").inputs[0], norm.outputs[0], tensors)
+    if chosen not in product.inputs or chosen not in down.inputs:
+        raise UnsupportedLayerError("experts that are chosen by something else than the router's highest scores")
     fields = {
         "mlp_norm": tensors.norm(norm),
         "routing": routing,
@@ -68,8 +70,8 @@ def _expert_product(value: ir.Value | None, tensors: Tensors) -> tuple[ir.Node, 
     return node, bias
 
 
-def _gated_by_experts(down: ir.Node, tensors: Tensors) -> tuple[Linear, Activation, ir.Value | None]:
-    """The gate and up projections of experts, the activation, and what they read."""
+def _gated_by_experts(down: ir.Node, tensors: Tensors) -> tuple[ir.Node, Linear, Activation]:
+    """The product of the gates and of what is gated, its weights, and the activation."""
     if (prologue := prologue_of(down)) is not None and prologue.kind in ACTIVATION_OF:
         parts = [_expert_part(value) for value in (prologue.x, prologue.other)]
         activation = ACTIVATION_OF[prologue.kind]
@@ -85,7 +87,7 @@ def _gated_by_experts(down: ir.Node, tensors: Tensors) -> tuple[Linear, Activati
         raise UnsupportedLayerError("a gate that does not lie beside what is gated")
     linear = tensors.linear(product, bias)
     alternates = places[gate_first, up_first, step]
-    return linear.model_copy(update={"alternates": alternates}), activation, product.inputs[0]
+    return product, linear.model_copy(update={"alternates": alternates}), activation
 
 
 def _expert_part(value: ir.Value) -> tuple[ir.Value | None, int, int]:
@@ -101,8 +103,8 @@ def _expert_part(value: ir.Value) -> tuple[ir.Value | None, int, int]:
     return node.inputs[0], bounds_of_slice(node, value, size.attributes["N"].as_ints()[0])[0], 1
 
 
-def _routing(shares: ir.Value | None, normalized: ir.Value, tensors: Tensors) -> Routing:
-    """The router whose shares of the chosen experts a mixture adds up by."""
+def _routing(shares: ir.Value | None, normalized: ir.Value, tensors: Tensors) -> tuple[Routing, ir.Value]:
+    """The router whose shares of the chosen experts a mixture adds up by, and the numbers of these experts."""
     node, is_normalized = producer(shares, "Div", "Softmax", "TopK"), False
     if node.op_type == "Div":  # By their sum.
         is_normalized, total = True, producer(node.inputs[1], "ReduceSum")
@@ -123,7 +125,8 @@ def _routing(shares: ir.Value | None, normalized: ir.Value, tensors: Tensors) ->
     if count is None or before_views(router.inputs[0]) is not normalized:
         raise UnsupportedLayerError("a router that reads something else than experts do")
     linear = tensors.linear(router, bias)
-    return Routing(router=linear, chosen=int(count.numpy().reshape(())), is_normalized=is_normalized)
+    chosen = int(count.numpy().reshape(()))
+    return Routing(router=linear, chosen=chosen, is_normalized=is_normalized), top.outputs[1]
 
 
 def _gpt_oss_gate(value: ir.Value) -> tuple[ir.Value, ir.Value] | None:

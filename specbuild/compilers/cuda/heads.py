@@ -67,6 +67,8 @@ def begin_head(graph: ir.Graph, embedding: ir.Value, tensors: Tensors) -> HeadSt
     joined, normalized = _joined(embedding, features), features
     for value, expected in zip(joined.inputs, (embedding, features), strict=True):
         node = value.producer() if value is not expected and value is not None else None
+        if node is not None and node.inputs[0] is not expected:
+            raise UnsupportedLayerError("features that are joined in front of embeddings")
         norms.append(tensors.norm(node) if node is not None else None)
         normalized = value if value is not None else normalized
     part = HeadInput(embedding_norm=norms[0], feature_norm=norms[1])
