@@ -31,7 +31,7 @@ class SeenKeys(NamedTuple):
     """The most keys, the last ones; 0: no limit."""
     chunk: int = 0
     """Positions of a chunk, outside of which no key is seen; 0: there are no chunks."""
-    first: int = 0
+    first_key: int = 0
     """Position of the first key that later queries see: a head's first token has no feature before it."""
 
 
@@ -109,7 +109,7 @@ def seen_keys(mask: ir.Value, cache_length: int) -> SeenKeys | None:
     try:
         first = _first_seen(mask, last, cache_length)
         before = _first_seen(mask, first - 1, cache_length) if first else 0
-        limits = (SeenKeys(cache_length - first), SeenKeys(chunk=first - before), SeenKeys(first=first))
+        limits = (SeenKeys(cache_length - first), SeenKeys(chunk=first - before), SeenKeys(first_key=first))
         for seen in limits if first else (SeenKeys(),):
             if all(_shows(mask, seen, tokens, cache_length) for tokens in (1, 2, 5) if tokens <= cache_length):
                 return seen
@@ -127,7 +127,7 @@ def _first_seen(mask: ir.Value, position: int, cache_length: int) -> int:
 def _shows(mask: ir.Value, seen: SeenKeys, tokens: int, cache_length: int) -> bool:
     """Whether queries of passes of ``tokens`` see those keys and no others."""
     firsts = np.linspace(0, cache_length - tokens, _ROWS + tokens)
-    ends = np.arange(seen.first, cache_length, seen.chunk or cache_length)
+    ends = np.arange(seen.first_key, cache_length, seen.chunk or cache_length)
     firsts = np.concatenate([firsts, ends, ends - 1]).clip(0, cache_length - tokens).astype(np.int64)
     if len(firsts) in (tokens, cache_length):  # No size equals another, so that no axis is taken for another.
         firsts = np.append(firsts, 0)
@@ -138,8 +138,8 @@ def _shows(mask: ir.Value, seen: SeenKeys, tokens: int, cache_length: int) -> bo
         begin = positions - seen.window + 1
     elif seen.chunk:
         begin = positions // seen.chunk * seen.chunk
-    elif seen.first:
-        begin = np.where(positions < seen.first, 0, seen.first)
+    elif seen.first_key:
+        begin = np.where(positions < seen.first_key, 0, seen.first_key)
     return np.array_equal(_evaluate(mask, firsts, sizes, {}), (keys <= positions) & (keys >= begin))
 
 

@@ -22,19 +22,16 @@ from specrun.gpu.kernels import open_gpu
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator.passes import Passes
-from tests.heads.conftest import TRAINED
+from tests.heads.conftest import TRAINED, target
 from tests.helpers.engines import make_engine, make_onnx, once
 from tests.helpers.heads.agreement import DRAFTS, TEXTS, difference, expected
 from tests.helpers.heads.dflash import save_block_head
-from tests.helpers.heads.made import DIALECTS, SMALL, make_pair, save_head, save_target
+from tests.helpers.heads.made import DIALECTS, SMALL, make_pair, save_head
 from tests.helpers.heads.medusa import random_heads, save_medusa
 from tests.helpers.heads.trained import PROMPTS, train
 from tests.helpers.tables import decode
 
-
-@pytest.fixture(scope="module")
-def target(shared: Path) -> Path:
-    return once(shared / "heads_target", save_target)
+__all__ = ["target"]
 
 
 @pytest.fixture(scope="module")

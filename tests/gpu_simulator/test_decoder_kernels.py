@@ -179,8 +179,16 @@ def test_scores_of_experts_that_are_no_numbers(engine_of: Callable[..., Path]) -
     with opened(engine_of("mixtral")) as passes:
         backend: Any = passes.backend
         router = backend.kernels.weights[backend.decoder.layers[0].routing.router.weight]
-        backend.device.write(router, np.full(router.shape, 0x7FFF, np.uint16))
-        assert np.isnan(passes.run([[5, 9, 200]], [0], [[0, 1, 2]])).all()
+        weight = np.full(router.shape, 0x7FFF, np.uint16)
+        for _ in ("of all experts", "of all but one"):
+            backend.device.write(router, weight)
+            assert np.isnan(passes.run([[5, 9, 200]], [0], [[0, 1, 2]])).all()
+            counts = backend.kernels.buffers.counts
+            found = backend.device.pinned_like(counts)
+            backend.device.copy_to_host(counts, found)
+            backend.device.wait()
+            assert found.max() <= 3, "no expert has a token twice"
+            weight.reshape(weight.shape[1], 8, 32)[:, 1] = 0
 
 
 @pytest.mark.parametrize(("family", "stored_as"), [("gpt_oss", mxfp4), ("mixtral", int8_channels)])

@@ -159,7 +159,7 @@ def _fuse(
         "interleaved": rotation.attributes.get_int("interleaved", 0) if rotation else 0,
         "window": seen.window,
         "chunk": seen.chunk,
-        "first_key": seen.first,
+        "first_key": seen.first_key,
         "scale": layer.scale or 1 / math.sqrt(width),
         "softcap": layer.softcap,
     }

@@ -4,7 +4,8 @@
 // A pair's numbers do not depend on the other pairs of its expert, and a token adds up its pairs in the order of slots.
 
 // Choose the `chosen` experts of each token with the highest scores [tokens, experts]; of equal ones the first. Their
-// shares are a softmax over the chosen ones (`is_normalized`) or over all. A block has a token.
+// shares are a softmax over the chosen ones (`is_normalized`) or over all; NaN where a score is no finite number. The
+// chosen experts always differ, so a pass has no more pairs of an expert than tokens. A block has a token.
 KERNEL(32)
 choose_experts(const f32* all_scores, int experts, int chosen, int is_normalized, int* choices, f32* shares) {
   __shared__ f32 best[32];
@@ -12,6 +13,13 @@ choose_experts(const f32* all_scores, int experts, int chosen, int is_normalized
   const f32* scores = all_scores + (i64)blockIdx.x * experts;
   int lane = threadIdx.x;
   i64 pair = (i64)blockIdx.x * chosen;
+  f32 zero = 0;
+  for (int e = lane; e < experts; e += 32) zero += scores[e] * 0;
+  zero = sum_of<32>(zero);
+  if (zero != 0) {
+    for (int slot = lane; slot < chosen; slot += 32) choices[pair + slot] = slot, shares[pair + slot] = zero;
+    return;
+  }
   f32 last = -NOTHING, top = 0, total = 0;  // The score that was chosen before, the highest one, the sum of weights.
   int last_expert = -1;
   for (int slot = 0; slot < chosen; slot++) {
@@ -28,7 +36,6 @@ choose_experts(const f32* all_scores, int experts, int chosen, int is_normalized
                                            (best[other] == score && best_expert[other] < expert)))
         score = best[other], expert = best_expert[other];
     __syncthreads();
-    if (expert == experts) expert = slot, score = scores[slot];  // Scores that are no numbers: shares are none either.
     last = score, last_expert = expert;
     if (slot == 0) top = score;
     f32 weight = exp2_of((score - top) * LOG2_E);
